@@ -1,0 +1,4 @@
+"""Sizes that are compiled in; importable without JAX."""
+
+MAX_LOGPROBS = 20  # likeliest tokens reported a step
+MAX_STOP_IDS = 32  # ids that may end one request, eos included

@@ -1,0 +1,85 @@
+"""MiniMax-M2 from tokens to logits, on one device's shards; no I/O and no sampling.
+
+    embed_tokens -> num_hidden_layers x (attention, experts) -> norm -> lm_head
+
+Collectives of a step: one all-reduce for the embedding, three a layer (qk-norm sums, o_proj, experts), one all-gather
+of float32 logits. All run inside the `shard_map` that `generation.programs` sets up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from minimax_jax.cache import Cache
+from minimax_jax.config import MiniMaxM2Config, Parallelism
+from minimax_jax.modules.decoder import DecoderLayer
+from minimax_jax.modules.linear import Embedding, LMHead
+from minimax_jax.modules.norms import RMSNorm
+from minimax_jax.modules.parameter import Parameter
+from minimax_jax.modules.step import make_step
+from minimax_jax.parameters import ParameterSpec
+from pallas_kernels.quant import Weight
+
+Weights = dict[str, Weight]  # parameter path -> value, such as "layers.0.self_attn.q_proj.weight"
+
+
+class MiniMaxM2(nnx.Module):
+    """The causal language model."""
+
+    def __init__(self, config: MiniMaxM2Config, parallelism: Parallelism, dtype: jnp.dtype) -> None:
+        self.config = config
+        self.dtype = dtype
+        self.embed_tokens = Embedding(config.vocab_size, config.hidden_size)
+        self.layers = nnx.List([DecoderLayer(config, parallelism) for _ in range(config.num_hidden_layers)])
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.lm_head = LMHead(config.vocab_size, config.hidden_size)
+
+    def __call__(self, tokens: jax.Array, positions: jax.Array, cache: Cache) -> tuple[jax.Array, Cache]:
+        """One step over new tokens.
+
+        Args:
+          tokens: [B, T] int32.
+          positions: [B, T] int32, each token's index in its own sequence; -1 marks a pad anywhere in a row.
+          cache: holds the tokens before these.
+
+        Returns:
+          hidden [B, T, D] before the final norm, and the cache with the new tokens.
+        """
+        step = make_step(self.config, positions, cache)
+        x = self.embed_tokens(tokens, self.dtype)
+        layers = []
+        for layer, lanes in zip(self.layers, cache.layers, strict=True):
+            x, lanes = layer(x, lanes, step)
+            layers.append(lanes)
+        return x, Cache(tuple(layers), cache.page_table)
+
+    def logits(self, hidden: jax.Array) -> jax.Array:
+        """hidden [..., D] -> [..., V] float32."""
+        return self.lm_head(self.norm(hidden))
+
+
+def abstract_parameters(config: MiniMaxM2Config, parallelism: Parallelism) -> dict[str, ParameterSpec]:
+    """Every parameter of the model by path, as it must be loaded."""
+    model = MiniMaxM2(config, parallelism, jnp.dtype(jnp.float32))
+    return {path: variable.get_metadata()["spec"] for path, variable in _variables(model).items()}
+
+
+def build(config: MiniMaxM2Config, parallelism: Parallelism, dtype: jnp.dtype, weights: Mapping[str, Weight]) -> MiniMaxM2:
+    """The model with its weights in place; under `shard_map` they are a device's parts."""
+    model = MiniMaxM2(config, parallelism, dtype)
+    variables = _variables(model)
+    if variables.keys() != weights.keys():
+        raise ValueError(f"parameters without a value, or values without one: {variables.keys() ^ weights.keys()}")
+    for path, variable in variables.items():
+        variable.set_value(weights[path])
+    return model
+
+
+def _variables(model: nnx.Module) -> dict[str, Parameter]:
+    """Parameters by path."""
+    nodes = nnx.iter_graph(model)
+    return {".".join(map(str, path)): node for path, node in nodes if isinstance(node, Parameter)}
