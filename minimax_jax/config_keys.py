@@ -12,7 +12,7 @@ import json
 import math
 from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 from minimax_jax.errors import ConfigError
 
@@ -283,7 +283,7 @@ class Section:
             )
 
 
-def is_int(value: object) -> bool:
+def is_int(value: object) -> TypeGuard[int]:
     """A whole number; a bool is none."""
     return isinstance(value, int) and not isinstance(value, bool)
 

@@ -38,7 +38,13 @@ class Programs:
         rows = partition_spec(("batch",), p)  # of a [B, ...] array, and of a tree of them
 
         def compile_(fn: Callable[..., Any], in_specs: Any, out_specs: Any, donate: tuple[int, ...]) -> Jitted:
-            return jax.jit(shard_map(fn, self.mesh, in_specs, out_specs), donate_argnums=donate)
+            # Stated shardings: those that the compiler infers may be spelled differently, which would compile anew.
+            return jax.jit(
+                shard_map(fn, self.mesh, in_specs, out_specs),
+                in_shardings=self._shardings(in_specs),
+                out_shardings=self._shardings(out_specs),
+                donate_argnums=donate,
+            )
 
         bind = functools.partial
         self.prefill = compile_(
@@ -47,6 +53,10 @@ class Programs:
         self.all_logits = compile_(bind(loop.all_logits, settings), (weights, cache, rows, rows), (cache, rows), (1,))
         self.first_token = compile_(loop.first_token, (rows, rows, rows), (rows, rows), ())
         self.decode = compile_(bind(loop.decode, settings), (weights, cache, rows, rows), (cache, rows, rows), (1,))
+
+    def _shardings(self, specs: Any) -> Any:
+        is_spec = lambda node: isinstance(node, PartitionSpec)  # noqa: E731
+        return jax.tree.map(lambda spec: NamedSharding(self.mesh, spec), specs, is_leaf=is_spec)
 
     @property
     def compiled(self) -> int:

@@ -16,7 +16,7 @@ from minimax_jax.generation.loop import Emitted, Rows, Settings
 from minimax_jax.generation.programs import Programs, is_axes
 from minimax_jax.generation.sampling import Sampling
 from minimax_jax.model import Weights
-from minimax_jax.sharding import partition_spec
+from minimax_jax.sharding import Axes, partition_spec
 
 
 @dataclasses.dataclass(frozen=True)
@@ -159,7 +159,8 @@ class Runner:
 
     def _rows(self, values: np.ndarray) -> jax.Array:
         """[B, ...] on the mesh, rows over the data axis."""
-        spec = partition_spec(("batch",), self.settings.parallelism)
+        axes: Axes = ("batch", *[None] * (values.ndim - 1))
+        spec = partition_spec(axes, self.settings.parallelism)
         return jax.device_put(values, NamedSharding(self.mesh, spec))
 
     def _live_cache(self) -> Cache:
