@@ -32,8 +32,7 @@ def load_generation_defaults(directory: str | Path, config: MiniMaxM2Config) -> 
     Absent file or key: vLLM's neutral defaults, and the ids of `config.json`. An eos id outside the vocabulary could
     never be generated, so it is refused; in a file that transformers derived from its class defaults
     (`_from_model_config`) it is dropped, as in `config.json`. `repetition_penalty` and `min_p` are sampling values that
-    vLLM would take from here and this package does not have: refused unless neutral. vLLM reads no other key, nor does
-    this function.
+    vLLM would take from here and this package does not have: refused unless neutral. No other key is read.
 
     Raises:
       ConfigError: not a JSON object, or a value out of its range.
@@ -239,9 +238,9 @@ class MiniMaxM2Config:
         if reasons:
             sizes = [str(size) for size in MODEL_SIZES if not self._uncut(size, p.experts)]
             other: Literal["tensor", "expert"] = "expert" if p.experts == "tensor" else "tensor"
-            also = "" if self._uncut(p.model, other) else f"; {p.model} works with experts placed '{other}'"
+            also = "" if self._uncut(p.model, other) else f"; {p.model} works with expert_parallel={other == 'expert'}"
             raise ConfigError(
-                f"tensor_parallel_size {p.model}, experts placed '{p.experts}': {' and '.join(reasons)}; "
+                f"tensor_parallel_size {p.model}, expert_parallel={p.experts == 'expert'}: {', '.join(reasons)}; "
                 f"tensor_parallel_size may be {', '.join(sizes)} for this model{also}"
             )
 

@@ -246,9 +246,7 @@ class Section:
             value = self.get(key)
             if value is not None and not any(_same(value, choice) for choice in allowed):
                 expected = "null" if allowed[0] is None else show(allowed[0])
-                raise self.error(
-                    f"{self.name(key)} {show(value)} is not supported; expected {expected}, or no such key"
-                )
+                raise self.error(f"{self.name(key)} {show(value)} is not supported; expected {expected}")
 
     def check_per_layer(self, table: Mapping[str, Any], layers: int) -> None:
         """Refuse a per-layer list of another length, or with a layer of another kind."""
