@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
-from minimax_jax.cache import Cache, abstract_cache, cache_axes, static_page_table
+from minimax_jax.cache import PAGE_TABLE_AXES, Cache, abstract_cache, cache_axes, static_page_table
 from minimax_jax.generation.limits import MAX_STOP_IDS
 from minimax_jax.generation.loop import Emitted, Rows, Settings
 from minimax_jax.generation.programs import Programs, is_axes
@@ -95,7 +95,7 @@ class Runner:
         table = cache.page_table
         # Every data shard computes the same row, in the pages of its own first row.
         first_rows = static_page_table(self.settings.parallelism, data, table.shape[1])
-        cache = dataclasses.replace(cache, page_table=self._rows(first_rows))
+        cache = dataclasses.replace(cache, page_table=self._rows(first_rows, PAGE_TABLE_AXES))
         for start in range(0, len(prompt), self.chunk):
             tokens, positions, _ = self._chunk([prompt] * data, range(data), data, start)
             cache, logits = self.programs.all_logits(self.weights, cache, tokens, positions)
@@ -157,9 +157,8 @@ class Runner:
             logprobs=column(False, np.bool_, [r.logprobs for r in requests]),
         )
 
-    def _rows(self, values: np.ndarray) -> jax.Array:
-        """[B, ...] on the mesh, rows over the data axis."""
-        axes: Axes = ("batch", *[None] * (values.ndim - 1))
+    def _rows(self, values: np.ndarray, axes: Axes = ("batch",)) -> jax.Array:
+        """[B, ...] on the mesh, rows over the data axis; `axes` spelled as the programs do, or they compile anew."""
         spec = partition_spec(axes, self.settings.parallelism)
         return jax.device_put(values, NamedSharding(self.mesh, spec))
 
@@ -186,7 +185,7 @@ class Runner:
         zeros = jax.jit(lambda: jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes), out_shardings=shardings)
         cache: Cache = zeros()
         table = static_page_table(parallelism, self.max_num_seqs, shapes.page_table.shape[1])
-        return dataclasses.replace(cache, page_table=self._rows(table))
+        return dataclasses.replace(cache, page_table=self._rows(table, PAGE_TABLE_AXES))
 
 
 def _pieces(emitted: Emitted, slots: Sequence[int], with_logprobs: bool) -> list[Piece]:
