@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -64,7 +65,9 @@ class Cache:
 
 def cache_axes(num_layers: int) -> Cache:
     """The cache's tree with logical axes in place of arrays."""
-    return Cache(tuple(LayerCache(LANE_AXES, LANE_AXES) for _ in range(num_layers)), PAGE_TABLE_AXES)  # type: ignore[arg-type]
+    lane: Any = LANE_AXES
+    table: Any = PAGE_TABLE_AXES
+    return Cache(tuple(LayerCache(lane, lane) for _ in range(num_layers)), table)
 
 
 def abstract_cache(
@@ -88,8 +91,8 @@ def abstract_cache(
         )
     pages = -(-max_model_len // page_size)
     K = config.num_kv_heads_on(parallelism)
-    lane = jax.ShapeDtypeStruct((max_num_seqs * pages, page_size, K, config.head_dim), dtype)
-    table = jax.ShapeDtypeStruct((max_num_seqs, pages), jnp.int32)
+    lane: Any = jax.ShapeDtypeStruct((max_num_seqs * pages, page_size, K, config.head_dim), dtype)
+    table: Any = jax.ShapeDtypeStruct((max_num_seqs, pages), jnp.int32)
     return Cache(tuple(LayerCache(lane, lane) for _ in range(config.num_hidden_layers)), table)
 
 

@@ -6,7 +6,7 @@ import logging
 import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -78,7 +78,7 @@ class LLM:
         _check_options(locals())
         path = resolve_model(os.fspath(model), revision=revision)
         self.config: MiniMaxM2Config = load_config(path)
-        placement = "expert" if expert_parallel else "tensor"
+        placement: Literal["tensor", "expert"] = "expert" if expert_parallel else "tensor"
         parallelism = Parallelism(data=data_parallel_size, model=tensor_parallel_size, experts=placement)
         self.config.check_parallelism(parallelism)
         mesh = make_mesh(parallelism, devices)
@@ -209,6 +209,6 @@ def _context(max_model_len: int | None, config: MiniMaxM2Config) -> int:
 
 def _use_compilation_cache() -> None:
     """Keep compiled programs on disk between runs, unless JAX has been told where (JAX_COMPILATION_CACHE_DIR)."""
-    if jax.config.jax_compilation_cache_dir is None:
+    if jax.config.values["jax_compilation_cache_dir"] is None:
         base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
         jax.config.update("jax_compilation_cache_dir", str(base / "minimax_jax" / "xla"))

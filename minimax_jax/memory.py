@@ -40,8 +40,8 @@ class MemoryPlan:
         """Raises ConfigError when the plan is over the limit."""
         if self.limit is not None and self.total > self.limit:
             raise ConfigError(
-                f"{self.line()}: too much; lower max_model_len or max_num_seqs, raise tensor_parallel_size, or on a GPU "
-                "raise XLA_PYTHON_CLIENT_MEM_FRACTION (0.75 of the card by default)"
+                f"{self.line()}: too much; lower max_model_len or max_num_seqs, raise tensor_parallel_size, or on a "
+                "GPU raise XLA_PYTHON_CLIENT_MEM_FRACTION (0.75 of the card by default)"
             )
 
 

@@ -68,7 +68,9 @@ def abstract_parameters(config: MiniMaxM2Config, parallelism: Parallelism) -> di
     return {path: variable.get_metadata()["spec"] for path, variable in _variables(model).items()}
 
 
-def build(config: MiniMaxM2Config, parallelism: Parallelism, dtype: jnp.dtype, weights: Mapping[str, Weight]) -> MiniMaxM2:
+def build(
+    config: MiniMaxM2Config, parallelism: Parallelism, dtype: jnp.dtype, weights: Mapping[str, Weight]
+) -> MiniMaxM2:
     """The model with its weights in place; under `shard_map` they are a device's parts."""
     model = MiniMaxM2(config, parallelism, dtype)
     variables = _variables(model)

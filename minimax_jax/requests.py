@@ -129,10 +129,8 @@ def prompt_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     """One prompt or many -> a list; a list of integers is one prompt."""
     if isinstance(prompts, (str, Mapping)):
         return [prompts]
-    listed = list(prompts)
-    if listed and all(_is_id(item) for item in listed):
-        return [listed]
-    return listed
+    listed: list[Any] = list(prompts)
+    return [listed] if listed and all(map(_is_id, listed)) else listed
 
 
 def check_prompt(ids: Sequence[int], vocab_size: int, max_model_len: int) -> None:
@@ -149,22 +147,25 @@ def check_prompt(ids: Sequence[int], vocab_size: int, max_model_len: int) -> Non
         )
 
 
-def _prompt_ids(prompt: Prompt, codec: TextCodec | None) -> tuple[str | None, list[int]]:
+def _prompt_ids(prompt: Any, codec: TextCodec | None) -> tuple[str | None, list[int]]:
+    """A prompt in any form -> its text, if it came as text, and its ids, not yet checked."""
     if isinstance(prompt, Mapping):
         if "prompt_token_ids" in prompt:
-            return None, list(prompt["prompt_token_ids"])
+            return None, _listed(prompt["prompt_token_ids"])
         if "prompt" not in prompt:
             raise RequestError(f"prompt has keys {sorted(prompt)}; expected 'prompt' or 'prompt_token_ids'")
         prompt = prompt["prompt"]
-    if isinstance(prompt, str):
-        if codec is None:
-            raise RequestError("the prompt is a string but the checkpoint has no tokenizer; pass a list of token ids")
-        if not prompt:
-            raise RequestError("the prompt is empty; it needs at least one token")
-        return prompt, codec.encode(prompt)
-    if isinstance(prompt, Sequence) and not isinstance(prompt, bytes):
-        return None, [int(i) if isinstance(i, np.integer) else i for i in prompt]
-    raise RequestError(f"prompt is a {type(prompt).__name__}; expected a string, a list of token ids or a dict")
+    if not isinstance(prompt, str):
+        return None, _listed(prompt)
+    if codec is None:
+        raise RequestError("the prompt is a string but the checkpoint has no tokenizer; pass a list of token ids")
+    return prompt, codec.encode(prompt)
+
+
+def _listed(ids: Any) -> list[int]:
+    if isinstance(ids, (str, bytes)) or not isinstance(ids, (Sequence, np.ndarray)):
+        raise RequestError(f"prompt is a {type(ids).__name__}; expected a string, a list of token ids or a dict")
+    return [int(id_) if isinstance(id_, np.integer) else id_ for id_ in ids]
 
 
 def _seed_words(seed: int | None, own: np.random.SeedSequence) -> tuple[int, int]:

@@ -53,7 +53,7 @@ def make_mesh(parallelism: Parallelism, devices: Sequence[Any] | None = None) ->
     if len(devices) < need:
         raise ConfigError(
             f"mesh (data {parallelism.data}, model {parallelism.model}) needs {need} devices, found {len(devices)}; "
-            "lower tensor_parallel_size or data_parallel_size (on CPU: XLA_FLAGS=--xla_force_host_platform_device_count)"
+            "lower tensor_parallel_size or data_parallel_size (CPU: XLA_FLAGS=--xla_force_host_platform_device_count)"
         )
     grid = np.array(devices[:need]).reshape(parallelism.data, parallelism.model)
     return Mesh(grid, (DATA, MODEL), axis_types=(AxisType.Auto, AxisType.Auto))

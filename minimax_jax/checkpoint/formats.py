@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from minimax_jax.checkpoint.lazy import LazyArray, LazyQuant, Tensor, cast, grid_shape
+from minimax_jax.checkpoint.lazy import LazyArray, LazyQuant, Tensor, astype, grid_shape
 from minimax_jax.checkpoint.safetensors_index import DTYPES, Checkpoint, TensorInfo
 from minimax_jax.config import QuantizationConfig
 from minimax_jax.errors import CheckpointError
@@ -32,7 +32,9 @@ class Stored:
     label: str
 
 
-def find_stored(checkpoint: Checkpoint, info: TensorInfo, quantization: QuantizationConfig | None, linear: bool) -> Stored:
+def find_stored(
+    checkpoint: Checkpoint, info: TensorInfo, quantization: QuantizationConfig | None, linear: bool
+) -> Stored:
     """Decides how `info`, a weight, is stored.
 
     Args:
@@ -42,16 +44,12 @@ def find_stored(checkpoint: Checkpoint, info: TensorInfo, quantization: Quantiza
     Raises:
       CheckpointError: dtype, scale and `quantization` do not go together.
     """
+    check_dtype(info)
     scale = checkpoint.tensors.get(info.name + SCALE_SUFFIX)
     if info.dtype == PACKED:
         if scale is None:
             raise CheckpointError(f"{info} has no '{info.name}{SCALE_SUFFIX}' beside it; a scale is never assumed")
         return _packed(checkpoint, info, scale, quantization)
-    if info.dtype not in PLAIN:
-        raise CheckpointError(
-            f"{info} has dtype {info.dtype}, expected {', '.join(PLAIN)}, or {PACKED} with '{SCALE_SUFFIX[1:]}'; "
-            "other quantised formats cannot be loaded"
-        )
     if scale is not None:
         raise CheckpointError(f"{scale} scales {info}, expected {PACKED} there; one of the two was replaced")
     if linear and _should_be_packed(info, quantization):
@@ -60,6 +58,15 @@ def find_stored(checkpoint: Checkpoint, info: TensorInfo, quantization: Quantiza
             "to be plain, name its module in modules_to_not_convert"
         )
     return Stored((info,), Tensor(checkpoint, info), info.dtype)
+
+
+def check_dtype(info: TensorInfo) -> None:
+    """Whether a weight may have this dtype at all."""
+    if info.dtype not in (*PLAIN, PACKED):
+        raise CheckpointError(
+            f"{info} has dtype {info.dtype}, expected {', '.join(PLAIN)}, or {PACKED} with a 'weight{SCALE_SUFFIX}'; "
+            "other formats cannot be loaded"
+        )
 
 
 def is_excluded(module: str, quantization: QuantizationConfig) -> bool:
@@ -83,7 +90,7 @@ def _packed(
         raise CheckpointError(f"{scale} has dtype {scale.dtype}, expected one of {', '.join(PLAIN)} for a scale")
     shape = (info.shape[0], info.shape[1])
     block, label = _source_block(info, scale, quantization)
-    grid = cast(Tensor(checkpoint, scale, grid_shape(shape, block)), _FLOAT32)
+    grid = astype(Tensor(checkpoint, scale, grid_shape(shape, block)), _FLOAT32)
     return Stored((info, scale), LazyQuant(Tensor(checkpoint, info), grid, block), label)
 
 

@@ -162,7 +162,8 @@ class Regrid(LazyArray):
 
     def _fill(self, index: Index, out: np.ndarray) -> None:
         outer = tuple(
-            slice(part.start // factor, -(-part.stop // factor)) for part, factor in zip(index, self.factors, strict=True)
+            slice(part.start // factor, -(-part.stop // factor))
+            for part, factor in zip(index, self.factors, strict=True)
         )
         scales = self.source.read(outer)
         for axis, (part, whole, factor) in enumerate(zip(index, outer, self.factors, strict=True)):
@@ -188,7 +189,7 @@ class Dequantized(LazyArray):
         out[...] = (payload * scale).astype(out.dtype)
 
 
-def cast(source: LazyArray, dtype: np.dtype[Any]) -> LazyArray:
+def astype(source: LazyArray, dtype: np.dtype[Any]) -> LazyArray:
     """`source` in `dtype`; itself where it has that already."""
     return source if source.dtype == dtype else Cast(source, dtype)
 

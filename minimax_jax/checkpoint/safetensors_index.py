@@ -10,11 +10,12 @@ import dataclasses
 import json
 import math
 import mmap
+import os
 import threading
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, BinaryIO
 
 import ml_dtypes
 import numpy as np
@@ -185,7 +186,8 @@ def name_some(names: Iterable[str], limit: int = 5) -> str:
 
 def _read_index(path: Path) -> dict[str, str]:
     """Tensor name -> file name."""
-    listed = _parse_json(path.read_bytes(), path.name).get("weight_map")
+    with _open(path) as stream:
+        listed = _parse_json(stream.read(), path.name).get("weight_map")
     if not isinstance(listed, dict) or not listed:
         raise CheckpointError(f"{path.name} has no 'weight_map' from tensor names to files")
     for name, file in listed.items():
@@ -212,8 +214,8 @@ def _check_index(listed: Mapping[str, str], tensors: Mapping[str, TensorInfo]) -
 
 def _read_header(path: Path, file: str) -> tuple[list[TensorInfo], int]:
     """The tensors of one file in the order of their bytes, and the file's size."""
-    size = path.stat().st_size
-    with path.open("rb") as stream:
+    with _open(path) as stream:
+        size = os.fstat(stream.fileno()).st_size
         prefix = stream.read(8)
         if prefix == _LFS_POINTER[:8] and (prefix + stream.read(15)) == _LFS_POINTER:
             raise CheckpointError(f"{file} is a Git LFS pointer, not the file itself; fetch it with 'git lfs pull'")
@@ -231,7 +233,9 @@ def _read_header(path: Path, file: str) -> tuple[list[TensorInfo], int]:
     end = 8 + length
     for info in infos:
         if info.offset != end:
-            raise CheckpointError(f"{info} begins at byte {info.offset}, expected {end}: tensors overlap or leave a hole")
+            raise CheckpointError(
+                f"{info} begins at byte {info.offset}, expected {end}: tensors overlap or leave a hole"
+            )
         end += info.nbytes
     if size != end:
         what = "is truncated" if size < end else "has bytes after its last tensor"
@@ -251,7 +255,9 @@ def _parse_entry(name: str, entry: Any, file: str, start: int) -> TensorInfo:
             "expected whole numbers from 0"
         )
     if not isinstance(dtype, str) or dtype not in DTYPES:
-        raise CheckpointError(f"the header of {file} gives '{name}' dtype {dtype!r}, expected one of {', '.join(DTYPES)}")
+        raise CheckpointError(
+            f"the header of {file} gives '{name}' dtype {dtype!r}, expected one of {', '.join(DTYPES)}"
+        )
     info = TensorInfo(name, file, dtype, shape, start + begin)
     if end - begin != info.nbytes:
         raise CheckpointError(f"{info} has {end - begin} bytes in the header, expected {info.nbytes} from its shape")
@@ -285,9 +291,15 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 def _map_file(path: Path, size: int) -> mmap.mmap:
     """The file's bytes, read-only."""
-    with path.open("rb") as stream:
-        opened = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ)
-    if len(opened) != size:
-        opened.close()
-        raise CheckpointError(f"{path.name} had {size} bytes when its header was read, now {len(opened)}")
-    return opened
+    with _open(path) as stream:
+        found = os.fstat(stream.fileno()).st_size
+        if found != size:
+            raise CheckpointError(f"{path.name} had {size} bytes when its header was read, found {found}")
+        return mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ)
+
+
+def _open(path: Path) -> BinaryIO:
+    try:
+        return path.open("rb")
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error.strerror}") from None

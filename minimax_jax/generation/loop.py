@@ -118,7 +118,9 @@ def decode(
         hidden, cache = model(rows.token[:, None], positions, cache)
         rows, token, logprobs = _advance(rows, model.logits(hidden[:, 0]), sampling)
         emitted = jax.tree.map(
-            lambda buffer, new: lax.dynamic_update_index_in_dim(buffer, new, i, axis=1), emitted, Emitted(token, logprobs)
+            lambda buffer, new: lax.dynamic_update_index_in_dim(buffer, new, i, axis=1),
+            emitted,
+            Emitted(token, logprobs),
         )
         return i + 1, cache, rows, emitted
 

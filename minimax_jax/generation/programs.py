@@ -14,6 +14,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from minimax_jax.cache import PAGE_SIZE, abstract_cache, cache_axes
 from minimax_jax.config import MiniMaxM2Config, Parallelism
 from minimax_jax.generation import loop
+from minimax_jax.generation.limits import MAX_STOP_IDS
 from minimax_jax.generation.loop import Rows, Settings
 from minimax_jax.generation.sampling import Sampling
 from minimax_jax.model import Weights, abstract_parameters
@@ -34,7 +35,9 @@ class Programs:
         p = settings.parallelism
         specs = abstract_parameters(settings.config, p)
         weights = {path: partition_spec(spec.axes, p) for path, spec in specs.items()}
-        cache = jax.tree.map(lambda axes: partition_spec(axes, p), cache_axes(settings.config.num_hidden_layers), is_leaf=is_axes)
+        cache = jax.tree.map(
+            lambda axes: partition_spec(axes, p), cache_axes(settings.config.num_hidden_layers), is_leaf=is_axes
+        )
         rows = partition_spec(("batch",), p)  # of a [B, ...] array, and of a tree of them
 
         def compile_(fn: Callable[..., Any], in_specs: Any, out_specs: Any, donate: tuple[int, ...]) -> Jitted:
@@ -83,9 +86,7 @@ def abstract_programs(
       weight_format: "bfloat16", "float32", or "fp8" for attention and experts in 128 x 128 blocks.
     """
     programs = Programs(Settings(config, parallelism, dtype, steps), mesh)
-    cache = abstract_cache(
-        config, parallelism, max_num_seqs=max_num_seqs, max_model_len=max_model_len, dtype=dtype
-    )
+    cache = abstract_cache(config, parallelism, max_num_seqs=max_num_seqs, max_model_len=max_model_len, dtype=dtype)
     axes = cache_axes(config.num_hidden_layers)
 
     def place(leaf: Any, spec: PartitionSpec) -> jax.ShapeDtypeStruct:
@@ -95,13 +96,19 @@ def abstract_programs(
     weights = _abstract_weights(config, parallelism, mesh, weight_format)
     row_spec = partition_spec(("batch",), parallelism)
 
-    def rows(*shape: int, dtype: Any = jnp.int32) -> jax.ShapeDtypeStruct:
+    def rows(*shape: int, dtype: Any = jnp.int32) -> Any:
         return place(jax.ShapeDtypeStruct((max_num_seqs, *shape), dtype), row_spec)
 
     sampling = Sampling(
-        rows(dtype=jnp.float32), rows(), rows(dtype=jnp.float32), rows(2, dtype=jnp.uint32), rows(8), rows(), rows(dtype=bool)
+        temperature=rows(dtype=jnp.float32),
+        top_k=rows(),
+        top_p=rows(dtype=jnp.float32),
+        seed=rows(2, dtype=jnp.uint32),
+        stop_ids=rows(MAX_STOP_IDS),
+        max_tokens=rows(),
+        logprobs=rows(dtype=jnp.bool_),
     )
-    state = Rows(rows(), rows(), rows(), rows(dtype=bool))
+    state = Rows(rows(), rows(), rows(), rows(dtype=jnp.bool_))
     logits = rows(config.vocab_size, dtype=jnp.float32)
     return {
         "prefill": (programs.prefill, (weights, cache, rows(chunk), rows(chunk), rows(), logits)),
@@ -131,4 +138,3 @@ def _abstract_weights(config: MiniMaxM2Config, parallelism: Parallelism, mesh: M
 def is_axes(node: Any) -> bool:
     """Whether a tree node is one array's logical axes."""
     return isinstance(node, tuple) and all(part is None or isinstance(part, str) for part in node)
-

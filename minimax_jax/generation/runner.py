@@ -1,9 +1,10 @@
-"""The host's side of generation: a fixed number of rows, filled with requests, prefilled in chunks, decoded in groups."""
+"""The host's side of generation: a fixed number of rows, filled with requests, prefilled by chunk, decoded by group."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -122,7 +123,7 @@ class Runner:
     def _chunk(
         self, prompts: Sequence[Sequence[int]], slots: Sequence[int], B: int, start: int
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Tokens and positions [B, chunk] of prompts[i][start : start + chunk] in row slots[i], and where prompts end."""
+        """Tokens and positions [B, chunk] of each prompts[i][start : start + chunk] in row slots[i], and where it ends."""
         tokens = np.zeros((B, self.chunk), np.int32)
         positions = np.full((B, self.chunk), -1, np.int32)
         last = np.full((B,), -1, np.int32)
@@ -140,8 +141,8 @@ class Runner:
         return [(i % data) * (self.max_num_seqs // data) + i // data for i in range(count)]
 
     def _sampling(self, requests: Sequence[Request], slots: Sequence[int]) -> Sampling:
-        def column(default: object, dtype: type, values: list[object], *shape: int) -> jax.Array:
-            rows = np.full((self.max_num_seqs, *shape), default, dtype)
+        def column(default: object, dtype: type, values: list[Any], *shape: int) -> jax.Array:
+            rows: np.ndarray = np.full((self.max_num_seqs, *shape), default, dtype)
             for slot, value in zip(slots, values, strict=True):
                 rows[slot] = value
             return self._rows(rows)
@@ -152,7 +153,7 @@ class Runner:
             top_k=column(0, np.int32, [r.top_k for r in requests]),
             top_p=column(1.0, np.float32, [r.top_p for r in requests]),
             seed=column(0, np.uint32, [r.seed for r in requests], 2),
-            stop_ids=column(-1, np.int32, list(stop_ids), MAX_STOP_IDS),
+            stop_ids=column(-1, np.int32, stop_ids, MAX_STOP_IDS),
             max_tokens=column(1, np.int32, [r.max_tokens for r in requests]),
             logprobs=column(False, np.bool_, [r.logprobs for r in requests]),
         )

@@ -11,8 +11,6 @@ from jax import lax
 from minimax_jax.generation.limits import MAX_LOGPROBS
 
 
-
-
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Sampling:

@@ -29,7 +29,7 @@ class RMSNorm(nnx.Module):
 
 
 class HeadsNorm(nnx.Module):
-    """The weight of M2's q_norm or k_norm: one norm over all heads of all devices, before the split into heads and RoPE.
+    """The weight of M2's q_norm or k_norm: one norm over all heads of all devices, before they are split and turned.
 
     Applied in pairs by `norm_q_and_k`. Source: transformers `MiniMaxM2Attention` (q_norm over H*h, k_norm over K*h).
     """

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -16,7 +18,8 @@ class Parameter(nnx.Param[Weight]):
 
 def declare(spec: ParameterSpec) -> Parameter:
     """A parameter without a value; the loader fills it."""
-    return Parameter(jax.ShapeDtypeStruct(spec.shape, jnp.float32), spec=spec)
+    shape: Any = jax.ShapeDtypeStruct(spec.shape, jnp.float32)
+    return Parameter(shape, spec=spec)
 
 
 def array(parameter: Parameter) -> jax.Array:

@@ -21,7 +21,9 @@ def grouped_moe(
     activation: SwiGLU,
     implementation: Implementation = None,
 ) -> jax.Array:
-    """sum over k of expert_weights[n, k] * w2[e] @ activation(w13[e, 0] @ x[n], w13[e, 1] @ x[n]), e = expert_ids[n, k].
+    """Sum over k of expert_weights[n, k] * w2[e] @ activation(w13[e, 0] @ x[n], w13[e, 1] @ x[n]).
+
+    Here e = expert_ids[n, k].
 
     Args:
       x: [N, D] float32 or bfloat16.

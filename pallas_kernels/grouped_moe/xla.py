@@ -14,7 +14,7 @@ from jax import lax
 
 from pallas_kernels.activation import SwiGLU
 from pallas_kernels.dot import dot_t
-from pallas_kernels.quant import QuantTensor, Weight, dequantize
+from pallas_kernels.quant import Weight, dequantize
 
 MIN_BLOCK, MAX_BLOCK = 8, 128
 
@@ -94,6 +94,4 @@ def plan_blocks(expert_of_row: jax.Array, E: int, M: int) -> BlockPlan:
 
 def one_expert(weight: Weight, expert: jax.Array) -> Weight:
     """The matrices of one expert out of a stack, still packed."""
-    if isinstance(weight, QuantTensor):
-        return QuantTensor(one_expert(weight.payload, expert), one_expert(weight.scale, expert), weight.block)
-    return lax.dynamic_index_in_dim(weight, expert, axis=0, keepdims=False)
+    return jax.tree.map(lambda stack: lax.dynamic_index_in_dim(stack, expert, axis=0, keepdims=False), weight)

@@ -14,7 +14,10 @@ V = 50
 
 def sampling(B: int, **values: object) -> Sampling:
     defaults = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "seed": (0, 0)}
-    given = {name: np.broadcast_to(np.asarray(values.get(name, default)), (B, *np.shape(default))) for name, default in defaults.items()}
+    given = {
+        name: np.broadcast_to(np.asarray(values.get(name, default)), (B, *np.shape(default)))
+        for name, default in defaults.items()
+    }
     return Sampling(
         jnp.asarray(given["temperature"], jnp.float32),
         jnp.asarray(given["top_k"], jnp.int32),
@@ -93,7 +96,10 @@ def test_a_row_depends_on_nothing_outside_it(seed: int) -> None:
         # The same row, alone among greedy rows of other logits, at another index.
         rows = np.zeros((4, V), np.float32)
         rows[3 - i] = logits[i]
-        mine = {name: [v[i] if j == 3 - i else d for j in range(4)] for (name, v), d in zip(values.items(), (0, 0, 1), strict=True)}
+        mine = {
+            name: [v[i] if j == 3 - i else neutral for j in range(4)]
+            for (name, v), neutral in zip(values.items(), (0, 0, 1), strict=True)
+        }
         mine_seeds = [seeds[i] if j == 3 - i else (9, 9) for j in range(4)]
         alone = sample(jnp.asarray(rows), sampling(4, seed=mine_seeds, **mine), jnp.full((4,), 3, jnp.int32))
         assert int(alone[3 - i]) == int(all_at_once[i])

@@ -115,9 +115,7 @@ def test_an_expert_that_is_not_chosen_never_enters() -> None:
     assert float(jnp.abs(got[1]).max()) == 0.0
 
 
-@pytest.mark.parametrize(
-    ("gate", "up", "want"), [(8.0, 9.0, 55.9996), (1.0, 1.0, 1.69159), (-8.0, 9.0, -0.0000781)]
-)
+@pytest.mark.parametrize(("gate", "up", "want"), [(8.0, 9.0, 55.9996), (1.0, 1.0, 1.69159), (-8.0, 9.0, -0.0000781)])
 def test_clamped_swiglu(gate: float, up: float, want: float) -> None:
     # At (-8, 9): -8 * sigmoid(-13.616) * (7 + 1).
     got = float(OAI(jnp.float32(gate), jnp.float32(up)))
