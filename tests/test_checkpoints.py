@@ -17,9 +17,7 @@ PLACEMENTS = ["tensor", "expert"]
 TOLERANCE = 1e-4  # absolute, float32 compute
 
 # Every pair of format, mesh and placement in half of the runs.
-PAIRS = [
-    (format_, mesh, PLACEMENTS[(i + j) % 2]) for i, format_ in enumerate(FORMATS) for j, mesh in enumerate(MESHES)
-]
+PAIRS = [(format_, mesh, PLACEMENTS[(i + j) % 2]) for i, format_ in enumerate(FORMATS) for j, mesh in enumerate(MESHES)]
 ALL = [(format_, mesh, placement) for format_ in FORMATS for mesh in MESHES for placement in PLACEMENTS]
 
 

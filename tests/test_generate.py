@@ -263,8 +263,8 @@ class TestFields:
         ("field", "value"),
         [
             ("n", 2), ("min_p", 0.1), ("presence_penalty", 0.5), ("frequency_penalty", 1.0),
-            ("repetition_penalty", 1.1), ("stop", ["x"]), ("bad_words", ["x"]), ("min_tokens", 1), ("prompt_logprobs", 1),
-            ("logit_bias", {1: 2.0}), ("include_stop_str_in_output", True),
+            ("repetition_penalty", 1.1), ("stop", ["x"]), ("bad_words", ["x"]), ("min_tokens", 1),
+            ("prompt_logprobs", 1), ("logit_bias", {1: 2.0}), ("include_stop_str_in_output", True),
         ],
     )  # fmt: skip
     def test_what_has_no_effect_is_refused_by_name(self, field: str, value: Any) -> None:

@@ -123,7 +123,7 @@ class Runner:
     def _chunk(
         self, prompts: Sequence[Sequence[int]], slots: Sequence[int], B: int, start: int
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Tokens and positions [B, chunk] of each prompts[i][start : start + chunk] in row slots[i], and where it ends."""
+        """Tokens and positions [B, chunk] of each prompts[i][start : start + chunk] in row slots[i], and its end."""
         tokens = np.zeros((B, self.chunk), np.int32)
         positions = np.full((B, self.chunk), -1, np.int32)
         last = np.full((B,), -1, np.int32)
