@@ -14,10 +14,9 @@ import pytest
 
 from minimax_jax import LLM, SamplingParams
 from minimax_jax.tiny import TinyShape, make_tiny
+from tests.checkpoints import FIXTURES, NAMES, read_expected
 
 pytestmark = pytest.mark.gpu
-
-FIXTURES = Path(__file__).parents[1] / "fixtures"
 
 
 @pytest.fixture(autouse=True)
@@ -26,20 +25,17 @@ def on_an_accelerator() -> None:
     print(jax.__version__, jax.devices()[0].device_kind)
 
 
-@pytest.mark.parametrize("format_", ["m2-bf16", "m2-fp8-block"])
+@pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("placement", ["tensor", "expert"])
-def test_logits_and_greedy_tokens(format_: str, placement: str) -> None:
-    expected = dict(np.load(FIXTURES / format_ / "expected.npz"))
-    llm = LLM(
-        FIXTURES / format_, dtype="float32", expert_parallel=placement == "expert", max_num_seqs=4, max_model_len=384
-    )
-    for key in (key for key in expected if key.startswith("prompt") and key.endswith("_ids")):
-        want = expected[key.replace("_ids", "_logits")]
-        assert np.abs(llm.logits(expected[key].tolist())[-len(want) :] - want).max() <= 1e-4
-    for key in (key for key in expected if key.startswith("greedy") and key.endswith("_ids")):
-        prompt = expected[key.replace("greedy", "prompt")].tolist()
-        (output,) = llm.generate([prompt], SamplingParams(temperature=0, max_tokens=16))
-        assert list(output.outputs[0].token_ids) == expected[key].tolist()
+def test_logits_and_greedy_tokens(name: str, placement: str) -> None:
+    directory = FIXTURES / f"tiny-{name}"
+    llm = LLM(directory, dtype="float32", expert_parallel=placement == "expert", max_num_seqs=4, max_model_len=384)
+    for prompt in read_expected(directory):
+        got = llm.logits(prompt.ids)[-len(prompt.logits) :]
+        assert np.abs(got - prompt.logits).max() <= 1e-4
+        if prompt.greedy is not None:
+            (output,) = llm.generate([prompt.ids], SamplingParams(temperature=0, max_tokens=16))
+            assert list(output.outputs[0].token_ids) == prompt.greedy
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
