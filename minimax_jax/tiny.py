@@ -98,8 +98,9 @@ class _Destination:
     def __init__(self, directory: Path) -> None:
         self.directory = directory.resolve()
         self.exists = self.directory.exists()
-        if self.exists and not self.directory.is_dir():
-            raise CheckpointError(f"{directory} is a file; name a directory that does not exist or is empty")
+        nearest = next(path for path in (self.directory, *self.directory.parents) if path.exists())
+        if not nearest.is_dir():
+            raise CheckpointError(f"{nearest} is a file; name a directory that does not exist or is empty")
         if self.exists and any(self.directory.iterdir()):
             raise CheckpointError(f"{directory} is not empty; name a directory that does not exist or is empty")
         # An existing directory may be a mount or where the user stands, so it stays and the files move into it.

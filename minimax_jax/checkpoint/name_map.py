@@ -1,10 +1,10 @@
 """The one table from checkpoint tensors to parameters, for MiniMax-M2.
 
-    embed_tokens, norm, lm_head         one tensor each
-    q_proj, o_proj, norms, gate, bias   one tensor each, per layer
-    k_proj, v_proj, k_norm              one tensor, each head repeated where there are more devices than heads
-    experts.w13                         [E, 2, F, D] from w1 (gate) and w3 (up) of every expert
-    experts.w2                          [E, D, F] from w2 of every expert
+embed_tokens, norm, lm_head         one tensor each
+q_proj, o_proj, norms, gate, bias   one tensor each, per layer
+k_proj, v_proj, k_norm              one tensor, each head repeated where there are more devices than heads
+experts.w13                         [E, 2, F, D] from w1 (gate) and w3 (up) of every expert
+experts.w2                          [E, D, F] from w2 of every expert
 """
 
 from __future__ import annotations

@@ -22,6 +22,8 @@ from minimax_jax.errors import CheckpointError, ConfigError
 from minimax_jax.parameters import ParameterSpec
 from minimax_jax.sharding import DATA, MODEL, Axes, partition_spec
 
+_SCALES_AT_ONCE = 256  # tensors that one thread checks in a row
+
 
 @dataclasses.dataclass(frozen=True)
 class FormatTotal:
@@ -73,14 +75,19 @@ class LoadPlan:
         Raises:
           CheckpointError: a scale is NaN, infinite or negative.
         """
-        values = (pool.map if pool else map)(self.checkpoint.read, (info.name for info in self.scales))
-        for info, scale in zip(self.scales, values, strict=True):
-            flat = scale.astype(np.float32).reshape(-1)
-            bad = np.flatnonzero(~(np.isfinite(flat) & (flat >= 0)))
-            if bad.size:
+        groups = [self.scales[i : i + _SCALES_AT_ONCE] for i in range(0, len(self.scales), _SCALES_AT_ONCE)]
+        for _ in (pool.map if pool else map)(self._check_group, groups):
+            pass
+
+    def _check_group(self, infos: Sequence[TensorInfo]) -> None:
+        for info in infos:
+            values = self.checkpoint.read(info.name).astype(np.float32)
+            if values.size and not (values.min() >= 0 and values.max() < np.inf):  # NaN fails both
+                flat = values.reshape(-1)
+                bad = flat[~(np.isfinite(flat) & (flat >= 0))]
                 raise CheckpointError(
-                    f"{info} holds {flat[bad[0]]} at element {bad[0]} ({bad.size} bad of {flat.size}), "
-                    "expected finite scales from 0; the file is damaged"
+                    f"{info} holds {bad[0]} ({bad.size} such of {flat.size} scales), expected finite values from 0; "
+                    "the file is damaged"
                 )
 
 

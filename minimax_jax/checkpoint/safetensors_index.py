@@ -9,17 +9,17 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-import mmap
 import os
 import threading
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import Any, BinaryIO
+from typing import Any
 
 import ml_dtypes
 import numpy as np
 
+from minimax_jax.checkpoint.data_file import DataFile, open_file
 from minimax_jax.errors import CheckpointError
 
 INDEX_NAME = "model.safetensors.index.json"
@@ -81,7 +81,7 @@ class TensorInfo:
 
 
 class Checkpoint:
-    """The tensors of one directory; files are mapped when first read, and unmapped by `close`.
+    """The tensors of one directory; files are opened when first read, and let go by `close`.
 
     Attributes:
       directory: where the files are.
@@ -94,19 +94,17 @@ class Checkpoint:
         self.tensors = tensors
         self.bytes_read = 0
         self._sizes = sizes
-        self._maps: dict[str, mmap.mmap] = {}
+        self._files: dict[str, DataFile] = {}
         self._lock = threading.Lock()
 
     def copy(self, info: TensorInfo, shape: tuple[int, ...], index: tuple[slice, ...], out: np.ndarray) -> None:
         """Writes `info`, seen as `shape` and cut by `index`, into `out`, cast to the dtype of `out`.
 
-        Only the bytes of the part are touched; threads may call this at the same time.
+        Only the bytes of the part are read; threads may call this at the same time.
         """
-        flat = np.frombuffer(self._map(info.file), info.numpy_dtype, math.prod(info.shape), info.offset)
-        part = flat.reshape(shape)[index]
-        np.copyto(out, part, casting="unsafe")
+        count = self._file(info.file).copy(info.offset, info.numpy_dtype, shape, index, out)
         with self._lock:
-            self.bytes_read += part.nbytes
+            self.bytes_read += count
 
     def read(self, name: str) -> np.ndarray:
         """A whole tensor as it is stored."""
@@ -116,11 +114,9 @@ class Checkpoint:
         return out
 
     def close(self) -> None:
-        """Unmaps the files; reading again maps them again."""
+        """Lets the files go; reading again opens them again."""
         with self._lock:
-            maps, self._maps = self._maps, {}
-        for opened in maps.values():
-            opened.close()
+            self._files.clear()
 
     def __enter__(self) -> Checkpoint:
         return self
@@ -130,11 +126,11 @@ class Checkpoint:
     ) -> None:
         self.close()
 
-    def _map(self, file: str) -> mmap.mmap:
+    def _file(self, name: str) -> DataFile:
         with self._lock:
-            found = self._maps.get(file)
+            found = self._files.get(name)
             if found is None:
-                found = self._maps[file] = _map_file(self.directory / file, self._sizes[file])
+                found = self._files[name] = DataFile(self.directory / name, self._sizes[name])
             return found
 
 
@@ -186,7 +182,7 @@ def name_some(names: Iterable[str], limit: int = 5) -> str:
 
 def _read_index(path: Path) -> dict[str, str]:
     """Tensor name -> file name."""
-    with _open(path) as stream:
+    with open(open_file(path), "rb") as stream:
         listed = _parse_json(stream.read(), path.name).get("weight_map")
     if not isinstance(listed, dict) or not listed:
         raise CheckpointError(f"{path.name} has no 'weight_map' from tensor names to files")
@@ -214,7 +210,7 @@ def _check_index(listed: Mapping[str, str], tensors: Mapping[str, TensorInfo]) -
 
 def _read_header(path: Path, file: str) -> tuple[list[TensorInfo], int]:
     """The tensors of one file in the order of their bytes, and the file's size."""
-    with _open(path) as stream:
+    with open(open_file(path), "rb") as stream:
         size = os.fstat(stream.fileno()).st_size
         prefix = stream.read(8)
         if prefix == _LFS_POINTER[:8] and (prefix + stream.read(15)) == _LFS_POINTER:
@@ -287,19 +283,3 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         names = [name for name, _ in pairs]
         raise _DuplicateKey(next(name for name in names if names.count(name) > 1))
     return value
-
-
-def _map_file(path: Path, size: int) -> mmap.mmap:
-    """The file's bytes, read-only."""
-    with _open(path) as stream:
-        found = os.fstat(stream.fileno()).st_size
-        if found != size:
-            raise CheckpointError(f"{path.name} had {size} bytes when its header was read, found {found}")
-        return mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ)
-
-
-def _open(path: Path) -> BinaryIO:
-    try:
-        return path.open("rb")
-    except OSError as error:
-        raise CheckpointError(f"{path} cannot be read: {error.strerror}") from None
