@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 from collections.abc import Iterator, Sequence
@@ -21,6 +22,7 @@ from minimax_jax.hub import resolve_model
 from minimax_jax.memory import plan_memory
 from minimax_jax.model import abstract_parameters
 from minimax_jax.outputs import RequestOutput, SamplingParams
+from minimax_jax.progress import Progress
 from minimax_jax.requests import Prompt, Transcript, check_prompt, make_transcript, prompt_list
 from minimax_jax.sharding import make_mesh
 from minimax_jax.text.tokenizer import Tokenizer, check_vocabulary, load_tokenizer
@@ -92,16 +94,17 @@ class LLM:
         _use_compilation_cache()
 
         specs = abstract_parameters(self.config, parallelism)
-        plan = plan_parameters(open_checkpoint(path), self.config, specs, parallelism, compute)
-        sizes = {"max_num_seqs": max_num_seqs, "max_model_len": self.max_model_len, "chunk": prefill_chunk_size}
-        memory = plan_memory(
-            plan.bytes_per_device(), self.config, parallelism, **sizes,
-            dtype=compute, cache_dtype=cache_dtype, devices=list(mesh.devices.flat),
-        )  # fmt: skip
-        logger.info("%s, kv cache %s, mesh (data %d, model %d), experts by %s; %s", compute.name, cache_dtype.name,
-                    data_parallel_size, tensor_parallel_size, placement, memory.line())  # fmt: skip
-        memory.check()
-        weights = load_parameters(plan, specs, mesh, parallelism)
+        with open_checkpoint(path) as checkpoint:
+            plan = plan_parameters(checkpoint, self.config, specs, parallelism, compute)
+            sizes = {"max_num_seqs": max_num_seqs, "max_model_len": self.max_model_len, "chunk": prefill_chunk_size}
+            memory = plan_memory(
+                plan.bytes_per_device(), self.config, parallelism, **sizes,
+                dtype=compute, cache_dtype=cache_dtype, devices=list(mesh.devices.flat),
+            )  # fmt: skip
+            logger.info("%s, kv cache %s, mesh (data %d, model %d), experts by %s; %s", compute.name, cache_dtype.name,
+                        data_parallel_size, tensor_parallel_size, placement, memory.line())  # fmt: skip
+            memory.check()
+            weights = load_parameters(plan, specs, mesh, parallelism)
         settings = Settings(self.config, parallelism, compute, steps_per_call)
         self.runner = Runner(settings, mesh, weights, **sizes, cache_dtype=cache_dtype)
         self._seeds = np.random.SeedSequence(seed)
@@ -110,12 +113,15 @@ class LLM:
         self,
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool = True,
     ) -> list[RequestOutput]:
         """Complete every prompt; outputs come in the prompts' order.
 
         Args:
           prompts: one or a list of: a string, a list of token ids, {"prompt": str}, {"prompt_token_ids": [...]}.
           sampling_params: one for all, one each, or None for the checkpoint's own defaults.
+          use_tqdm: show progress, a bar on a terminal and log lines elsewhere, when there is more than one batch.
 
         Raises:
           RequestError: a prompt or value that cannot be served; nothing has been computed then.
@@ -123,10 +129,15 @@ class LLM:
         transcripts = self._transcripts(prompts, sampling_params)
         # Rows of like length share a batch; which rows meet never changes a row's result.
         order = sorted(range(len(transcripts)), key=lambda i: transcripts[i].work)
-        for at in range(0, len(order), self.runner.max_num_seqs):
-            batch = [transcripts[i] for i in order[at : at + self.runner.max_num_seqs]]
-            for _ in self._run(batch):
-                pass
+        rows = self.runner.max_num_seqs
+        shown = use_tqdm and len(order) > rows
+        with Progress("generating", len(order), "prompts") if shown else contextlib.nullcontext() as progress:
+            for at in range(0, len(order), rows):
+                batch = [transcripts[i] for i in order[at : at + rows]]
+                for _ in self._run(batch):
+                    pass
+                if progress is not None:
+                    progress.add(len(batch))
         return [transcript.output() for transcript in transcripts]
 
     def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Iterator[RequestOutput]:
@@ -163,6 +174,8 @@ class LLM:
         listed = prompt_list(prompts)
         params = self.get_default_sampling_params() if params is None else params
         each = [params] * len(listed) if isinstance(params, SamplingParams) else list(params)
+        if wrong := [p for p in each if not isinstance(p, SamplingParams)]:
+            raise RequestError(f"sampling_params holds {wrong[0]!r}; expected SamplingParams, one for all or one each")
         if len(each) != len(listed):
             raise RequestError(f"{len(listed)} prompts but {len(each)} sampling_params; give one for all or one each")
         return [

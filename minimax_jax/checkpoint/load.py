@@ -13,9 +13,9 @@ from jax.sharding import Mesh, NamedSharding
 
 from minimax_jax.checkpoint.lazy import Index, Lazy, LazyArray, LazyQuant, normalize
 from minimax_jax.checkpoint.plan import LoadPlan
-from minimax_jax.checkpoint.progress import Progress
 from minimax_jax.config import Parallelism
 from minimax_jax.parameters import ParameterSpec
+from minimax_jax.progress import Progress
 from minimax_jax.sharding import Axes, named_sharding
 from pallas_kernels.quant import QuantTensor, Weight
 
@@ -38,14 +38,16 @@ def load_parameters(
     loaded: dict[str, Weight] = {}
     with ThreadPoolExecutor(_THREADS) as pool:
         plan.check_scales(pool)
-        with Progress(total, len(left)) as progress:
+        layers = len(left)
+        with Progress("loading weights", total, "B", f"layers 0/{layers}") as progress:
             placer = _Placer(mesh, parallelism, pool, progress)
             for path, weight in plan.weights.items():
                 loaded[path] = placer.place_weight(weight, specs[path].axes)
                 if layer := _layer(path):
                     left[layer] -= 1
                     if not left[layer]:
-                        progress.add_layer()
+                        del left[layer]
+                        progress.set_note(f"layers {layers - len(left)}/{layers}")
     return loaded
 
 
@@ -76,7 +78,7 @@ class _Placer:
                 sent.block_until_ready()
             self.sending = [jax.device_put(part, device) for device in devices]
             shards += self.sending
-            self.progress.add_bytes(part.nbytes)
+            self.progress.add(part.nbytes)
         return jax.make_array_from_single_device_arrays(array.shape, sharding, shards)
 
 
