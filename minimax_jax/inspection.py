@@ -36,35 +36,31 @@ def describe_checkpoint(
       CheckpointError: files that are damaged, or that do not match their config tensor for tensor.
       ConfigError: a config or option that cannot be used.
     """
-    checkpoint = open_checkpoint(directory)
-    stored = [
-        *_section("checkpoint", [str(directory)]),
-        *_section("files", _files(checkpoint)),
-        *_section("stored as", _dtypes(checkpoint)),
-    ]
-    try:
-        config = load_config(directory)
-    except MinimaxError:
-        yield from stored  # a model that cannot be run can still be looked at
-        raise
-    config.check_parallelism(parallelism)
-    longest = config.max_position_embeddings
-    context = longest if max_model_len is None else max_model_len
-    if context > longest:
-        raise ConfigError(f"max_model_len {context} is over the model's max_position_embeddings {longest}")
-    yield from stored
-    yield from _section("model", _model(config))
-    yield from _section("generation", [_generation(directory, config)])
-    yield from _section("tokenizer", [_tokenizer(directory, config)])
+    with open_checkpoint(directory) as checkpoint:
+        stored = [
+            *_section("checkpoint", [str(directory)]),
+            *_section("files", _files(checkpoint)),
+            *_section("stored as", _dtypes(checkpoint)),
+        ]
+        try:
+            config = load_config(directory)
+        except MinimaxError:
+            yield from stored  # a model that cannot be run can still be looked at
+            raise
+        context = _check_plan(config, parallelism, max_model_len, max_num_seqs)
+        yield from stored
+        yield from _section("model", _model(config))
+        yield from _section("generation", [_generation(directory, config)])
+        yield from _section("tokenizer", [_tokenizer(directory, config)])
 
-    compute = _DTYPES[config.dtype if dtype == "auto" else dtype]
-    specs = abstract_parameters(config, parallelism)
-    plan = plan_parameters(checkpoint, config, specs, parallelism, jnp.dtype(compute))
-    yield from _section("formats", _formats(plan))
-    plan.check_scales()
-    yield from _section("coverage", _coverage(plan))
+        compute = jnp.dtype(_DTYPES[config.dtype if dtype == "auto" else dtype])
+        specs = abstract_parameters(config, parallelism)
+        plan = plan_parameters(checkpoint, config, specs, parallelism, compute)
+        yield from _section("formats", _formats(plan))
+        plan.check_scales()
+        yield from _section("coverage", _coverage(plan))
 
-    cache_dtype = jnp.dtype(compute if kv_cache_dtype == "auto" else _DTYPES[kv_cache_dtype])
+    cache_dtype = compute if kv_cache_dtype == "auto" else jnp.dtype(_DTYPES[kv_cache_dtype])
     memory = plan_memory(
         plan.bytes_per_device(),
         config,
@@ -72,13 +68,13 @@ def describe_checkpoint(
         max_num_seqs=max_num_seqs,
         max_model_len=context,
         chunk=prefill_chunk_size,
-        dtype=jnp.dtype(compute),
+        dtype=compute,
         cache_dtype=cache_dtype,
     )
     placed = "whole on a device" if parallelism.experts == "expert" else "each cut by its width"
     lines = [
         f"on each of {parallelism.data * parallelism.model} devices: data {parallelism.data} x model "
-        f"{parallelism.model}, experts {placed}, computing in {jnp.dtype(compute).name}",
+        f"{parallelism.model}, experts {placed}, computing in {compute.name}",
         f"weights    {size(memory.weights)}",
         f"kv cache   {size(memory.cache)} ({max_num_seqs} sequences of {context} tokens, {cache_dtype.name})",
         f"workspace  {size(memory.workspace)}",
@@ -95,6 +91,20 @@ def size(count: int) -> str:
             break
         value, unit = value / 1024, larger
     return f"{count} bytes" if unit == "bytes" else f"{value:.2f} {unit} ({count} bytes)"
+
+
+def _check_plan(config: MiniMaxM2Config, parallelism: Parallelism, max_model_len: int | None, max_num_seqs: int) -> int:
+    """The context's length, after what `LLM` would refuse has been refused."""
+    config.check_parallelism(parallelism)
+    if max_num_seqs % parallelism.data:
+        raise ConfigError(
+            f"max_num_seqs {max_num_seqs} is not divisible by data_parallel_size {parallelism.data}; "
+            f"take a multiple of {parallelism.data}"
+        )
+    longest = config.max_position_embeddings
+    if max_model_len is not None and max_model_len > longest:
+        raise ConfigError(f"max_model_len {max_model_len} is over the model's max_position_embeddings {longest}")
+    return longest if max_model_len is None else max_model_len
 
 
 def _section(label: str, lines: list[str]) -> Iterator[str]:
