@@ -47,7 +47,7 @@ class Move:
 
 
 def count_collectives(text: str) -> dict[str, int]:
-    """Collectives in the program's text by kind; an asynchronous pair counts once.
+    """Collectives in the program's text by kind; an asynchronous pair counts once, one among one device does not.
 
     One that stands in a loop's body counts once, however often the loop runs: of a decode loop this gives what a step
     runs plus what stands before and after the loop.
@@ -56,7 +56,7 @@ def count_collectives(text: str) -> dict[str, int]:
     for computation in parse(text).computations.values():
         for instruction in computation.instructions.values():
             kind = instruction.opcode.removesuffix("-start")
-            if kind in COLLECTIVES:
+            if kind in COLLECTIVES and not _among_one(instruction):
                 found[kind] += 1
     return dict(found)
 
@@ -246,6 +246,12 @@ class Module:
     def _callee(self, instruction: Instruction) -> Computation | None:
         called = _called(instruction)
         return self.computations.get(called[0]) if called else None
+
+
+def _among_one(collective: Instruction) -> bool:
+    """Whether each of its groups is a single device: {{0},{1}}, or [2,1]<=[2]."""
+    groups = collective.attribute(r"replica_groups=(\{\{.*?\}\}|\[\d+,\d+\])")
+    return groups is not None and bool(re.fullmatch(r"\{(\{\d+\},?)+\}|\[\d+,1\]", groups))
 
 
 _VIEWS = ("bitcast", "reshape")

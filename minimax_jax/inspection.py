@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from minimax_jax.checkpoint import Checkpoint, LoadPlan, open_checkpoint, plan_parameters
 from minimax_jax.config import MiniMaxM2Config, Parallelism, load_config, load_generation_defaults
 from minimax_jax.errors import ConfigError, MinimaxError
+from minimax_jax.generation.limits import PREFILL_CHUNK
 from minimax_jax.memory import plan_memory
 from minimax_jax.model import abstract_parameters
 from minimax_jax.text.tokenizer import check_vocabulary, load_tokenizer
@@ -28,7 +29,7 @@ def describe_checkpoint(
     max_num_seqs: int = 8,
     dtype: str = "auto",
     kv_cache_dtype: str = "auto",
-    prefill_chunk_size: int = 128,
+    prefill_chunk_size: int = PREFILL_CHUNK,
 ) -> Iterator[str]:
     """Lines for people, section after section: what comes before a problem is told before it is raised.
 

@@ -16,6 +16,7 @@ import numpy as np
 from minimax_jax.checkpoint import load_parameters, open_checkpoint, plan_parameters
 from minimax_jax.config import MiniMaxM2Config, Parallelism, load_config, load_generation_defaults
 from minimax_jax.errors import ConfigError, RequestError
+from minimax_jax.generation.limits import PREFILL_CHUNK
 from minimax_jax.generation.loop import Settings
 from minimax_jax.generation.runner import Runner
 from minimax_jax.hub import resolve_model
@@ -51,7 +52,7 @@ class LLM:
         max_num_seqs: int = 8,
         kv_cache_dtype: str = "auto",
         seed: int = 0,
-        prefill_chunk_size: int = 128,
+        prefill_chunk_size: int = PREFILL_CHUNK,
         steps_per_call: int = 16,
         revision: str | None = None,
         devices: Sequence[Any] | None = None,

@@ -12,6 +12,7 @@ from minimax_jax.errors import RequestError
 from minimax_jax.generation.limits import MAX_STOP_IDS
 from minimax_jax.generation.runner import Piece, Request
 from minimax_jax.outputs import CompletionOutput, Logprob, RequestOutput, SamplingParams
+from minimax_jax.text.stream import StreamDecoder
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
 
@@ -36,6 +37,8 @@ class Transcript:
         self.request_id = uuid.uuid4().hex
         self.token_ids: list[int] = []
         self.logprobs: list[dict[int, Logprob]] = []
+        self._decoder = StreamDecoder(codec, params.skip_special_tokens) if codec and params.detokenize else None
+        self._decoded = ""
 
     @property
     def work(self) -> tuple[int, int]:
@@ -44,19 +47,19 @@ class Transcript:
 
     def add(self, piece: Piece) -> None:
         """Take in new tokens."""
-        for i, token in enumerate(piece.tokens.tolist()):
-            self.token_ids.append(token)
-            if self.request.logprobs:
-                self.logprobs.append(self._logprobs(piece, i, token))
+        tokens = piece.tokens.tolist()
+        self.token_ids += tokens
+        if self.request.logprobs:
+            self.logprobs += [self._logprobs(piece, i, token) for i, token in enumerate(tokens)]
+        if self._decoder is not None:
+            self._decoded += self._decoder.push(tokens)
+            if tokens and self._finish()[0] is not None:
+                self._decoded += self._decoder.finish()
 
     def output(self) -> RequestOutput:
         """The state as a user sees it."""
         finish, stop = self._finish()
-        text = None
-        if self.codec is not None and self.params.detokenize:
-            text = self.codec.decode(self.token_ids, skip_special_tokens=self.params.skip_special_tokens)
-            if finish is None:
-                text = text.rstrip("\ufffd")  # the rest of a character that is still to come
+        text = None if self._decoder is None else self._decoded
         logprobs = tuple(self.logprobs) if self.request.logprobs else None
         total = None
         if logprobs is not None:

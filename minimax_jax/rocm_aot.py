@@ -38,7 +38,7 @@ def compile_only_devices(toolchain: Path, target_config: Path, count: int) -> li
     api = xla_client.load_pjrt_plugin_dynamically("rocm", str(plugin))
     if not xla_client.pjrt_plugin_initialized("rocm"):
         xla_client.initialize_pjrt_plugin("rocm")
-    topology = xla_client.make_c_api_device_topology(
+    topology: Any = xla_client.make_c_api_device_topology(
         api, "", target_config=target_config.read_text(), topology=f"1x1x{count}"
     )
     devices: list[Any] = topology._make_compile_only_devices()

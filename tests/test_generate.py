@@ -14,6 +14,7 @@ import pytest
 
 from minimax_jax import LLM, RequestOutput, SamplingParams
 from minimax_jax.errors import RequestError
+from minimax_jax.generation.runner import Piece
 from minimax_jax.tiny import TinyShape, make_tiny
 
 SHAPE = TinyShape(vocab_size=512, num_hidden_layers=2)
@@ -250,14 +251,11 @@ class TestFields:
     def test_skip_special_tokens_and_detokenize(self, one: LLM, prompt: list[int]) -> None:
         special = one.tokenizer.encode("[e~[")
         assert len(special) == 1
-        params = SamplingParams(temperature=0, max_tokens=1)
-        transcript = one._transcripts([prompt], params)[0]
-        transcript.token_ids.extend(special)
-        assert transcript.output().outputs[0].text == ""
-        transcript.params = dataclasses.replace(params, skip_special_tokens=False)
-        assert transcript.output().outputs[0].text == "[e~["
-        transcript.params = dataclasses.replace(params, detokenize=False)
-        assert transcript.output().outputs[0].text is None
+        for changes, text in (({}, ""), ({"skip_special_tokens": False}, "[e~["), ({"detokenize": False}, None)):
+            params = SamplingParams(temperature=0, max_tokens=1, **changes)
+            (transcript,) = one._transcripts([prompt], params)
+            transcript.add(Piece(np.array(special)))
+            assert transcript.output().outputs[0].text == text
 
     @pytest.mark.parametrize(
         ("field", "value"),

@@ -1,4 +1,5 @@
 """Sizes that are compiled in; importable without JAX."""
 
+PREFILL_CHUNK = 128  # tokens of a row in one prefill step, unless told otherwise
 MAX_LOGPROBS = 20  # likeliest tokens reported a step
 MAX_STOP_IDS = 32  # ids that may end one request, eos included

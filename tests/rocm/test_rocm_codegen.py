@@ -1,0 +1,62 @@
+"""The steps of the model, compiled for AMD GPUs by XLA itself; nothing is run. `make rocm-env` makes what it needs."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+SCRIPT = ROOT / "scripts" / "check_rocm_codegen.py"
+TOOLCHAIN = Path(os.environ.get("MINIMAX_ROCM", ROOT / ".venv" / "rocm"))
+
+pytestmark = pytest.mark.rocm
+
+
+def check(shared: Path, *options: str) -> subprocess.CompletedProcess[str]:
+    """The script as a user runs it: without the simulated devices and the cache of the other tests."""
+    command = [sys.executable, str(SCRIPT), "--tools", str(shared / "tools" / "rocm_codegen"), *options]
+    dropped = ("XLA_FLAGS", "JAX_COMPILATION_CACHE_DIR")
+    environment = {name: value for name, value in os.environ.items() if name not in dropped}
+    environment["MINIMAX_ROCM"] = str(TOOLCHAIN)
+    result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600, check=False)
+    print(result.stdout, result.stderr)
+    return result
+
+
+@pytest.mark.parametrize(
+    ("target", "model_parallel", "weight_format", "experts"),
+    [
+        ("gfx942", 8, "bfloat16", "tensor"),
+        ("gfx942", 8, "fp8", "expert"),
+        ("gfx942", 16, "fp8", "tensor"),
+        ("gfx942", 1, "fp8", "tensor"),
+        ("gfx950", 8, "fp8", "tensor"),
+    ],
+)
+def test_steps_compile_and_copy_no_weight(
+    shared: Path, target: str, model_parallel: int, weight_format: str, experts: str
+) -> None:
+    options = ["--target", target, "--model-parallel", str(model_parallel)]
+    result = check(shared, *options, "--format", weight_format, "--experts", experts)
+    assert result.returncode == 0, result.stdout
+    assert result.stdout.count("ok gfx") == 2  # decode and prefill
+
+
+def test_the_check_can_fail(shared: Path) -> None:
+    """The plain XLA experts copy one expert's weights at a time: what is a note by default."""
+    result = check(shared, "--program", "decode", "--strict-experts")
+    assert result.returncode == 1
+    assert (
+        "copies a weight or the cache: dynamic-slice of weights['layers.0.block_sparse_moe.experts.w2']"
+        in result.stdout
+    )
+
+
+def test_a_missing_toolchain_is_named(shared: Path, tmp_path: Path) -> None:
+    result = check(shared, "--program", "decode", "--toolchain", str(tmp_path / "absent"))
+    assert result.returncode != 0
+    assert "make rocm-env" in result.stdout + result.stderr
