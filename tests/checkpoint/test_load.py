@@ -16,7 +16,8 @@ import pytest
 import safetensors
 from jax.sharding import Mesh
 
-from minimax_jax.checkpoint import LazyQuant, LoadPlan, load_parameters, open_checkpoint, progress
+from minimax_jax import progress
+from minimax_jax.checkpoint import LazyQuant, LoadPlan, load_parameters, open_checkpoint
 from minimax_jax.checkpoint.safetensors_index import DTYPES
 from minimax_jax.config import MiniMaxM2Config, Parallelism, load_config
 from minimax_jax.errors import CheckpointError
@@ -406,7 +407,7 @@ def test_progress_in_log_lines(
     assert all("GB, layers" in line for line in lines)
     assert "layers 1/2" in lines[20]
     assert all(line.endswith("s left") for line in lines[:-1])
-    assert re.search(r"loaded weights: (\S+) of \1 GB, layers 2/2 in", lines[-1])
+    assert re.search(r"loading weights: (\S+) of \1 GB, layers 2/2 in", lines[-1])
 
 
 def test_progress_bar_on_a_terminal(
