@@ -47,11 +47,11 @@ test: $(VENV)/.installed-test
 test-full: $(VENV)/.installed-oracle rocm-env
 	MINIMAX_ROCM=$(abspath $(ROCM)) $(PYTEST) -m "not gpu" $(ARGS)
 
-# A handful of files that together walk the whole path: for a second Python, or after a change of versions.
+# The files that together walk the whole path: for a second Python, or after a change of versions.
+SMOKE := $(addprefix tests/,checkpoint generation kernels modules text test_cli.py test_checkpoints.py \
+	test_collectives.py test_generate.py test_hlo.py test_llm.py)
 smoke: $(VENV)/.installed-test
 	$(PYTEST) -m "not gpu and not slow and not oracle and not rocm" $(SMOKE) $(ARGS)
-
-SMOKE ?= tests
 
 lint: $(VENV)/.installed-test
 	$(BIN)/ruff check .
