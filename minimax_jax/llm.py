@@ -6,14 +6,13 @@ import contextlib
 import logging
 import os
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Any, Literal
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 
 from minimax_jax.checkpoint import load_parameters, open_checkpoint, plan_parameters
+from minimax_jax.compilation_cache import use_compilation_cache
 from minimax_jax.config import MiniMaxM2Config, Parallelism, load_config, load_generation_defaults
 from minimax_jax.errors import ConfigError, RequestError
 from minimax_jax.generation.limits import PREFILL_CHUNK
@@ -92,7 +91,7 @@ class LLM:
         self.tokenizer: Tokenizer | None = load_tokenizer(path)
         if self.tokenizer is not None:
             check_vocabulary(self.tokenizer, self.config.vocab_size)
-        _use_compilation_cache()
+        use_compilation_cache()
 
         specs = abstract_parameters(self.config, parallelism)
         with open_checkpoint(path) as checkpoint:
@@ -219,10 +218,3 @@ def _context(max_model_len: int | None, config: MiniMaxM2Config) -> int:
     if max_model_len is not None and max_model_len > longest:
         raise ConfigError(f"max_model_len {max_model_len} is over the model's max_position_embeddings {longest}")
     return longest if max_model_len is None else max_model_len
-
-
-def _use_compilation_cache() -> None:
-    """Keep compiled programs on disk between runs, unless JAX has been told where (JAX_COMPILATION_CACHE_DIR)."""
-    if jax.config.values["jax_compilation_cache_dir"] is None:
-        base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-        jax.config.update("jax_compilation_cache_dir", str(base / "minimax_jax" / "xla"))

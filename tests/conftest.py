@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from minimax_jax.compilation_cache import cpu_instructions
+
 ROOT = Path(__file__).resolve().parents[1]
 SHARED = ROOT.parent / "shared"
 PLATFORM = os.environ.get("MINIMAX_TEST_PLATFORM", "cpu")  # "gpu" leaves the choice of devices to JAX
@@ -29,18 +31,12 @@ if PLATFORM == "cpu":
         ]
     ).strip()
 
-
-def _cpu() -> str:
-    """Names the instructions that this machine's CPU has."""
-    lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
-    features = next((line for line in lines if line.startswith(("flags", "Features"))), "")
-    return f"{zlib.crc32(features.encode()):08x}"
-
-
 # Compiled programs are kept between runs (make test, then make test-full): half of a cold run is compiling. Programs
 # for another CPU are kept apart; all are in the virtual environment, so that `make clean` removes them.
 _CACHE = (
-    Path(sys.prefix if sys.prefix != sys.base_prefix else tempfile.gettempdir()) / "cache" / f"minimax-jax-{_cpu()}"
+    Path(sys.prefix if sys.prefix != sys.base_prefix else tempfile.gettempdir())
+    / "cache"
+    / f"minimax-jax-{cpu_instructions()}"
 )
 os.environ["JAX_COMPILATION_CACHE_DIR"] = str(_CACHE)
 os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.2"
