@@ -30,7 +30,7 @@ class SamplingParams:
     """How one request is sampled.
 
     Attributes:
-      temperature: 0 takes the likeliest token.
+      temperature: 0, or less than 1e-5, takes the likeliest token.
       top_p: keep the smallest set of likeliest tokens whose probability reaches it, in (0, 1].
       top_k: keep that many likeliest tokens; 0 or -1 keeps all.
       seed: the same seed gives the same tokens, whatever else is in the batch; None draws one from the LLM's own seed.

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from minimax_jax.errors import RequestError
-from minimax_jax.generation.limits import MAX_STOP_IDS
+from minimax_jax.generation.limits import MAX_STOP_IDS, MIN_TEMPERATURE
 from minimax_jax.generation.runner import Piece, Request
 from minimax_jax.outputs import CompletionOutput, Logprob, RequestOutput, SamplingParams
 from minimax_jax.text.stream import StreamDecoder
@@ -117,7 +117,7 @@ def make_transcript(
         raise RequestError(f"{len(stop_ids)} stop_token_ids and eos ids together; at most {MAX_STOP_IDS} are supported")
     request = Request(
         prompt=ids,
-        temperature=float(params.temperature),
+        temperature=float(params.temperature) if params.temperature >= MIN_TEMPERATURE else 0.0,
         top_k=min(max(params.top_k, 0), vocab_size),
         top_p=float(params.top_p),
         max_tokens=room if params.max_tokens is None else min(params.max_tokens, room),

@@ -170,6 +170,11 @@ class TestFields:
         cold, warm = (one.generate([prompt], SamplingParams(temperature=t, seed=1))[0] for t in (0.0, 5.0))
         assert tokens(cold) != tokens(warm)
 
+    def test_a_vanishing_temperature_is_greedy(self, one: LLM, prompt: list[int]) -> None:
+        cold = one.generate([prompt], SamplingParams(temperature=0.0))[0]
+        for t in (1e-5, 1e-6, 1e-300):
+            assert tokens(one.generate([prompt], SamplingParams(temperature=t, seed=1))[0]) == tokens(cold)
+
     def test_top_k(self, one: LLM, prompt: list[int]) -> None:
         greedy, k1, free = (
             one.generate([prompt], SamplingParams(temperature=t, top_k=k, seed=1))[0]
