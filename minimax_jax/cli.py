@@ -178,7 +178,7 @@ def _text(data: bytes, name: str) -> str:
 def _parse_ids(text: str) -> list[int]:
     words = text.replace(",", " ").split()
     for word in words:
-        if not (word.isascii() and word.isdecimal()):
+        if not (word.isascii() and word.isdecimal() and len(word) < 20):
             raise RequestError(f"--prompt-ids has {word!r}; expected token ids such as 1,2,3")
     return [int(word) for word in words]
 
@@ -199,7 +199,7 @@ def _encode_prompts(prompts: Sequence[str | list[int]], directory: Path, max_mod
             if tokenizer is None:
                 raise RequestError(f"{directory} has no tokenizer, so a text prompt cannot be read; use --prompt-ids")
             prompt = tokenizer.encode(prompt)
-        check_prompt(prompt, config.vocab_size, max_model_len or config.max_position_embeddings)
+        check_prompt(prompt, config.vocab_size, max_model_len or config.max_position_embeddings, new_tokens=1)
         encoded.append(prompt)
     return encoded
 
@@ -354,10 +354,9 @@ def _add_placement(parser: argparse.ArgumentParser) -> None:
 
 
 def _positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{value} is not at least 1")
-    return value
+    if not (text.isascii() and text.isdecimal() and len(text) < 10 and int(text)):
+        raise argparse.ArgumentTypeError(f"{text[:20]!r} is not a whole number from 1 to 999999999")
+    return int(text)
 
 
 if __name__ == "__main__":

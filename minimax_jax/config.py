@@ -94,6 +94,9 @@ class QuantizationConfig:
     modules_to_not_convert: tuple[str, ...] = ()
 
 
+_LARGEST = {"num_hidden_layers": 1000, "num_local_experts": 10_000}
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MiniMaxM2Config:
     """MiniMax-M2, M2.1, M2.5, M2.7. Field names as published."""
@@ -120,6 +123,11 @@ class MiniMaxM2Config:
             value = getattr(self, name)
             if not config_keys.is_int(value) or value < 1:
                 raise ConfigError(f"{name} {show(value)} is not a whole number of at least 1")
+        for name, largest in _LARGEST.items():
+            if getattr(self, name) > largest:  # a damaged file; the list of parameters would never end
+                raise ConfigError(
+                    f"{name} {getattr(self, name)} is more than any model has; expected at most {largest}"
+                )
         for name in ("rope_theta", "rms_norm_eps"):
             value = getattr(self, name)
             if not config_keys.is_finite_number(value) or value <= 0:

@@ -23,7 +23,7 @@ from minimax_jax.memory import plan_memory
 from minimax_jax.model import abstract_parameters
 from minimax_jax.outputs import RequestOutput, SamplingParams
 from minimax_jax.progress import Progress
-from minimax_jax.requests import Prompt, Transcript, check_prompt, make_transcript, prompt_list
+from minimax_jax.requests import Prompt, Transcript, check_prompt, make_transcript, prompt_list, token_list
 from minimax_jax.sharding import make_mesh
 from minimax_jax.text.tokenizer import Tokenizer, check_vocabulary, load_tokenizer
 
@@ -141,7 +141,11 @@ class LLM:
         return [transcript.output() for transcript in transcripts]
 
     def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Iterator[RequestOutput]:
-        """Complete one prompt; yields the growing output after every group of decode steps."""
+        """Complete one prompt; yields the growing output after every group of decode steps.
+
+        Raises:
+          RequestError: the prompt cannot be served, or another call used this LLM while the stream was open.
+        """
         (transcript,) = self._transcripts([prompt], sampling_params)
 
         def outputs() -> Iterator[RequestOutput]:
@@ -152,8 +156,9 @@ class LLM:
 
     def logits(self, token_ids: Sequence[int]) -> np.ndarray:
         """Logits of every position, [T, V] float32, for checks against other implementations."""
-        check_prompt(token_ids, self.config.vocab_size, self.max_model_len + 1)
-        return self.runner.logits(list(token_ids))
+        ids = token_list(token_ids)
+        check_prompt(ids, self.config.vocab_size, self.max_model_len, new_tokens=0)
+        return self.runner.logits(ids)
 
     def get_default_sampling_params(self) -> SamplingParams:
         """What generation_config.json recommends."""
@@ -196,6 +201,10 @@ def _check_options(options: dict[str, Any]) -> None:
     """Refuse option values that no later check would name."""
     for name in ("tensor_parallel_size", "data_parallel_size", "max_num_seqs", "prefill_chunk_size", "steps_per_call"):
         _positive(name, options[name])
+    if not isinstance(options["model"], (str, os.PathLike)):
+        raise ConfigError(f"model is {options['model']!r}; expected a directory or a Hub repository id")
+    if not isinstance(options["seed"], int) or options["seed"] < 0:
+        raise ConfigError(f"seed is {options['seed']!r}; expected an integer of at least 0")
     if options["max_model_len"] is not None:
         _positive("max_model_len", options["max_model_len"])
     for name in ("dtype", "kv_cache_dtype"):

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import numbers
+from collections.abc import Iterable
 from typing import Any
+
+import numpy as np
 
 from minimax_jax.errors import RequestError
 from minimax_jax.generation.limits import MAX_LOGPROBS, MAX_STOP_IDS
@@ -33,7 +37,8 @@ class SamplingParams:
       temperature: 0, or less than 1e-5, takes the likeliest token.
       top_p: keep the smallest set of likeliest tokens whose probability reaches it, in (0, 1].
       top_k: keep that many likeliest tokens; 0 or -1 keeps all.
-      seed: the same seed gives the same tokens, whatever else is in the batch; None draws one from the LLM's own seed.
+      seed: the same seed gives the same tokens, whatever else is in the batch; None or -1 draws one from the LLM's
+        own seed.
       max_tokens: tokens to generate at most; None goes up to the context's end.
       stop_token_ids: ids that end the output besides the model's eos.
       ignore_eos: go on past eos.
@@ -73,6 +78,8 @@ class SamplingParams:
         _number("temperature", self.temperature, "a finite number of at least 0", lambda v: v >= 0)
         _number("top_p", self.top_p, "a number above 0 and at most 1", lambda v: 0 < v <= 1)
         _integer("top_k", self.top_k, "an integer of at least 1, or 0 or -1 for all tokens", lambda v: v >= -1)
+        if self.seed == -1:  # vLLM's other spelling of None
+            object.__setattr__(self, "seed", None)
         if self.seed is not None:
             _integer("seed", self.seed, "a 64-bit integer or None", lambda v: -(2**63) <= v < 2**64)
         if self.max_tokens is not None:
@@ -80,7 +87,8 @@ class SamplingParams:
         if self.logprobs is not None:
             _integer("logprobs", self.logprobs, f"an integer from 0 to {MAX_LOGPROBS}, or None", _within_logprobs)
         stop_ids = self.stop_token_ids or ()
-        if isinstance(stop_ids, (str, bytes)) or not all(_is_integer(i) and i >= 0 for i in stop_ids):
+        listed = isinstance(stop_ids, Iterable) and not isinstance(stop_ids, (str, bytes))
+        if not listed or not all(_is_integer(i) and i >= 0 for i in stop_ids):
             raise RequestError(f"stop_token_ids is {self.stop_token_ids!r}; expected a list of token ids")
         if len(set(stop_ids)) > MAX_STOP_IDS:
             raise RequestError(f"stop_token_ids has {len(set(stop_ids))} ids; at most {MAX_STOP_IDS} are supported")
@@ -135,7 +143,7 @@ class RequestOutput:
 
 
 def _is_integer(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
+    return isinstance(value, numbers.Integral) and not isinstance(value, (bool, np.bool_))
 
 
 def _integer(name: str, value: Any, expected: str, allowed: Any) -> None:
@@ -144,7 +152,7 @@ def _integer(name: str, value: Any, expected: str, allowed: Any) -> None:
 
 
 def _number(name: str, value: Any, expected: str, allowed: Any) -> None:
-    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    is_number = isinstance(value, numbers.Real) and not isinstance(value, (bool, np.bool_))
     if not is_number or not math.isfinite(value) or not allowed(value):
         raise RequestError(f"{name} is {value!r}; expected {expected}")
 

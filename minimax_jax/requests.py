@@ -52,8 +52,10 @@ class Transcript:
         if self.request.logprobs:
             self.logprobs += [self._logprobs(piece, i, token) for i, token in enumerate(tokens)]
         if self._decoder is not None:
-            self._decoded += self._decoder.push(tokens)
-            if tokens and self._finish()[0] is not None:
+            finish = self._finish()[0] if tokens else None
+            # The token that ends a row is no part of its text, as in vLLM.
+            self._decoded += self._decoder.push(tokens[:-1] if finish == "stop" else tokens)
+            if finish is not None:
                 self._decoded += self._decoder.finish()
 
     def output(self) -> RequestOutput:
@@ -109,8 +111,10 @@ def make_transcript(
       RequestError: the prompt cannot be served.
     """
     text, ids = _prompt_ids(prompt, codec)
-    check_prompt(ids, vocab_size, max_model_len)
+    check_prompt(ids, vocab_size, max_model_len, new_tokens=1)
     room = max_model_len - len(ids)
+    if foreign := [id_ for id_ in params.stop_token_ids if id_ >= vocab_size]:
+        raise RequestError(f"stop_token_ids has {foreign[0]}; the vocabulary is 0 to {vocab_size - 1}")
     eos = () if params.ignore_eos else tuple(eos_token_ids)
     stop_ids = tuple(dict.fromkeys((*eos, *params.stop_token_ids)))
     if len(stop_ids) > MAX_STOP_IDS:
@@ -132,21 +136,23 @@ def prompt_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     """One prompt or many -> a list; a list of integers is one prompt."""
     if isinstance(prompts, (str, Mapping)):
         return [prompts]
+    if isinstance(prompts, bytes) or not isinstance(prompts, (Sequence, np.ndarray)):
+        raise RequestError(f"prompts is a {type(prompts).__name__}; expected a prompt or a list of prompts")
     listed: list[Any] = list(prompts)
     return [listed] if listed and all(map(_is_id, listed)) else listed
 
 
-def check_prompt(ids: Sequence[int], vocab_size: int, max_model_len: int) -> None:
-    """Raises RequestError unless the ids are tokens of the model and leave room for at least one more."""
+def check_prompt(ids: Sequence[int], vocab_size: int, max_model_len: int, new_tokens: int) -> None:
+    """Raises RequestError unless the ids are tokens of the model and leave room for `new_tokens` more."""
     if not ids:
         raise RequestError("the prompt is empty; it needs at least one token")
     for id_ in ids:
         if not _is_id(id_) or not 0 <= id_ < vocab_size:
             raise RequestError(f"prompt token id {id_!r} is not in the vocabulary; expected 0 to {vocab_size - 1}")
-    if len(ids) >= max_model_len:
+    if len(ids) > max_model_len - new_tokens:
         raise RequestError(
             f"the prompt has {len(ids)} tokens, the context max_model_len {max_model_len}; "
-            f"shorten it to {max_model_len - 1} tokens or raise max_model_len"
+            f"shorten it to {max_model_len - new_tokens} tokens or raise max_model_len"
         )
 
 
@@ -154,18 +160,19 @@ def _prompt_ids(prompt: Any, codec: TextCodec | None) -> tuple[str | None, list[
     """A prompt in any form -> its text, if it came as text, and its ids, not yet checked."""
     if isinstance(prompt, Mapping):
         if "prompt_token_ids" in prompt:
-            return None, _listed(prompt["prompt_token_ids"])
+            return None, token_list(prompt["prompt_token_ids"])
         if "prompt" not in prompt:
             raise RequestError(f"prompt has keys {sorted(prompt)}; expected 'prompt' or 'prompt_token_ids'")
         prompt = prompt["prompt"]
     if not isinstance(prompt, str):
-        return None, _listed(prompt)
+        return None, token_list(prompt)
     if codec is None:
         raise RequestError("the prompt is a string but the checkpoint has no tokenizer; pass a list of token ids")
     return prompt, codec.encode(prompt)
 
 
-def _listed(ids: Any) -> list[int]:
+def token_list(ids: Any) -> list[int]:
+    """A sequence or an array of ids as a list, not yet checked."""
     if isinstance(ids, (str, bytes)) or not isinstance(ids, (Sequence, np.ndarray)):
         raise RequestError(f"prompt is a {type(ids).__name__}; expected a string, a list of token ids or a dict")
     return [int(id_) if isinstance(id_, np.integer) else id_ for id_ in ids]

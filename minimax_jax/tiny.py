@@ -88,6 +88,8 @@ def _check(seed: int, weight_format: str, shape: TinyShape) -> None:
         value = getattr(shape, field.name)
         if value < 1:
             raise ConfigError(f"{field.name} is {value}; expected an integer of at least 1")
+    if shape.num_hidden_layers > 1000:
+        raise ConfigError(f"num_hidden_layers is {shape.num_hidden_layers}; expected at most 1000")
     if shape.vocab_size < MIN_VOCAB_SIZE:
         raise ConfigError(f"vocab_size is {shape.vocab_size}; the tokenizer needs at least {MIN_VOCAB_SIZE}")
 

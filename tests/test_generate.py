@@ -193,7 +193,7 @@ class TestFields:
         def draw(seed: int) -> tuple[int, ...]:
             return tokens(one.generate([prompt], SamplingParams(temperature=1.0, seed=seed))[0])
 
-        runs = {s: draw(s) for s in (0, 1, 2**40, -1)}
+        runs = {s: draw(s) for s in (0, 1, 2**40, -2)}
         assert len(set(runs.values())) == 4
         assert all(draw(s) == want for s, want in runs.items())
 
@@ -218,6 +218,9 @@ class TestFields:
         (output,) = one.generate([prompt], dataclasses.replace(GREEDY, stop_token_ids=[free[at]]))
         assert tokens(output) == free[: at + 1]
         assert (output.outputs[0].finish_reason, output.outputs[0].stop_reason) == ("stop", free[at])
+        assert output.outputs[0].text == one.tokenizer.decode(free[:at])  # the stop token is no part of the text
+        with pytest.raises(RequestError, match="stop_token_ids has 2147483648"):
+            one.generate([prompt], dataclasses.replace(GREEDY, stop_token_ids=[2**31]))
 
     def test_any_of_several_eos_ids_ends_a_row_and_ignore_eos_does_not(
         self, one: LLM, prompt: list[int], monkeypatch: pytest.MonkeyPatch
@@ -257,7 +260,7 @@ class TestFields:
         special = one.tokenizer.encode("[e~[")
         assert len(special) == 1
         for changes, text in (({}, ""), ({"skip_special_tokens": False}, "[e~["), ({"detokenize": False}, None)):
-            params = SamplingParams(temperature=0, max_tokens=1, **changes)
+            params = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True, **changes)
             (transcript,) = one._transcripts([prompt], params)
             transcript.add(Piece(np.array(special)))
             assert transcript.output().outputs[0].text == text
@@ -291,6 +294,7 @@ class TestRefusals:
             ("top_p", 0.0), ("top_p", 1.1), ("top_p", float("nan")), ("top_k", -2), ("top_k", 1.5), ("seed", 1.0),
             ("seed", 2**64), ("max_tokens", 0), ("max_tokens", -1), ("max_tokens", 2.0), ("logprobs", -1),
             ("logprobs", 21), ("stop_token_ids", [-1]), ("stop_token_ids", ["a"]), ("stop_token_ids", "12"),
+            ("stop_token_ids", 5),
             ("stop_token_ids", list(range(40))),
         ],
     )  # fmt: skip
@@ -305,7 +309,9 @@ class TestRefusals:
             ([[1, 2], []], "the prompt is empty"), ([[512]], "512 is not in the vocabulary; expected 0 to 511"),
             ([[-1]], "-1 is not in the vocabulary"), ([[1.5]], "1.5 is not in the vocabulary"),
             ([[1] * 512], "the prompt has 512 tokens, the context max_model_len 512"), ([{"text": "x"}], "keys"),
-            ([None], "NoneType"), ([{"prompt_token_ids": "ab"}], "prompt is a str"),
+            ([None], "NoneType"),
+            (None, "prompts is a NoneType"), (5, "prompts is a int"), (b"ab", "prompts is a bytes"),
+            ([{"prompt_token_ids": "ab"}], "prompt is a str"),
         ],
     )  # fmt: skip
     def test_prompts_before_any_compute(
@@ -320,7 +326,7 @@ class TestRefusals:
             one.generate([[1], [2]], [GREEDY] * 3)
 
     def test_logits_take_a_whole_context_and_no_more(self, one: LLM, seed: int) -> None:
-        assert one.logits(ids(seed, 512)).shape == (512, SHAPE.vocab_size)
+        assert one.logits(np.array(ids(seed, 512))).shape == (512, SHAPE.vocab_size)
         with pytest.raises(RequestError, match="513 tokens"):
             one.logits(ids(seed, 513))
 
@@ -360,6 +366,36 @@ class TestForms:
         next(stream)
         next(stream)
         assert exact(one.generate([prompt], GREEDY)[0]) == want
+
+    def test_a_stream_that_another_call_displaced_says_so(self, one: LLM, seed: int) -> None:
+        params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
+        for other in (lambda: one.generate([ids(seed, 30)], GREEDY), lambda: one.logits(ids(seed, 30))):
+            stream = one.stream(ids(seed + 1, 20), params)
+            next(stream)
+            other()
+            with pytest.raises(RequestError, match="another call used this LLM"):
+                list(stream)
+
+    def test_an_interrupted_step_leaves_a_usable_model(
+        self, one: LLM, seed: int, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        prompt = ids(seed, 9)
+        want = exact(one.generate([prompt], GREEDY)[0])
+        decode = one.runner.programs.decode
+
+        def interrupted(*args: Any) -> None:
+            decode(*args)  # takes the cache with it
+            raise KeyboardInterrupt
+
+        with monkeypatch.context() as patch:
+            patch.setattr(one.runner.programs, "decode", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                one.generate([prompt], GREEDY)
+        assert exact(one.generate([prompt], GREEDY)[0]) == want
+
+    def test_cache_dtype(self, checkpoint: Path) -> None:
+        half = load(checkpoint, kv_cache_dtype="bfloat16", max_num_seqs=1, max_model_len=128)
+        assert half.runner._cache.layers[0].k.dtype == "bfloat16"
 
     def test_defaults_come_from_the_checkpoint(self, one: LLM, seed: int) -> None:
         d = one.get_default_sampling_params()

@@ -38,6 +38,8 @@ INDEX = "model.safetensors.index.json"
         ({"max_num_seqs": True}, "max_num_seqs is True"),
         ({"max_model_len": 5000}, "max_model_len 5000 is over the model's max_position_embeddings 4096"),
         ({"prefill_chunk_size": -1}, "prefill_chunk_size is -1"),
+        ({"seed": -1}, "seed is -1; expected an integer of at least 0"),
+        ({"seed": "x"}, "seed is 'x'"),
     ],
 )
 def test_options(options: dict[str, Any], message: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -75,6 +77,12 @@ def forget_a_tensor(directory: Path) -> str:
     return "model.layers.1.self_attn.q_norm.weight"
 
 
+def make_the_index_a_directory(directory: Path) -> str:
+    (directory / INDEX).unlink()
+    (directory / INDEX).mkdir()
+    return INDEX
+
+
 def edit_config(key: str, value: Any) -> Callable[[Path], str]:
     def edit(directory: Path) -> str:
         config = json.loads((directory / "config.json").read_text())
@@ -85,14 +93,19 @@ def edit_config(key: str, value: Any) -> Callable[[Path], str]:
     return edit
 
 
-def a_scale_that_is_nan(directory: Path) -> str:
-    name = "model.layers.0.self_attn.k_proj.weight_scale_inv"
+def overwrite(directory: Path, name: str, value: bytes) -> None:
+    """Replace the first bytes of a tensor."""
     shard = directory / json.loads((directory / INDEX).read_text())["weight_map"][name]
     data = bytearray(shard.read_bytes())
     (length,) = struct.unpack("<Q", data[:8])
     start, _ = json.loads(data[8 : 8 + length])[name]["data_offsets"]
-    data[8 + length + start : 8 + length + start + 4] = np.float32(np.nan).tobytes()
+    data[8 + length + start : 8 + length + start + len(value)] = value
     shard.write_bytes(data)
+
+
+def a_scale_that_is_nan(directory: Path) -> str:
+    name = "model.layers.0.self_attn.k_proj.weight_scale_inv"
+    overwrite(directory, name, np.float32(np.nan).tobytes())
     return name
 
 
@@ -106,6 +119,8 @@ def a_scale_that_is_nan(directory: Path) -> str:
         a_scale_that_is_nan,
         edit_config("num_hidden_layers", 3),
         edit_config("num_local_experts", 4),
+        edit_config("num_local_experts", 10**9),
+        make_the_index_a_directory,
         edit_config("hidden_size", 32),
         edit_config("num_key_value_heads", 4),
         edit_config("vocab_size", 512),
@@ -137,6 +152,18 @@ def test_a_string_without_a_tokenizer_is_refused_and_ids_are_not() -> None:
     assert output.outputs[0].text is None
     with pytest.raises(RequestError, match="sampling_params"):
         llm.generate([1, 2, 3], {"temperature": 0})  # type: ignore[arg-type]
+
+
+def test_nan_in_a_weight_is_no_answer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    directory = tmp_path / "model"
+    shutil.copytree(FP8, directory)
+    overwrite(directory, "model.norm.weight", np.full(16, 0x7FC0, np.uint16).tobytes())  # bfloat16 NaN
+    with pytest.raises(CheckpointError, match="logits are NaN or infinite"):
+        LLM(directory, dtype="float32", max_num_seqs=1, max_model_len=64).generate([1, 2])
+    assert main(["generate", "--model", str(directory), "--prompt-ids", "1,2", "--max-model-len", "64"]) == 2
+    shown = capsys.readouterr()
+    assert shown.out == ""
+    assert "minimax-jax: error: the model's logits are NaN or infinite" in shown.err
 
 
 def plan(**changes: Any) -> MemoryPlan:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import mmap
 import os
+import stat
 import weakref
 from pathlib import Path
 from typing import Any
@@ -64,6 +65,8 @@ class DataFile:
 def open_file(path: Path) -> int:
     """A file descriptor for reading."""
     try:
+        if not stat.S_ISREG(os.stat(path).st_mode):
+            raise CheckpointError(f"{path} is a directory or a device, expected a file; fetch it again")
         return os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error.strerror}") from None

@@ -187,7 +187,7 @@ def _read_index(path: Path) -> dict[str, str]:
     if not isinstance(listed, dict) or not listed:
         raise CheckpointError(f"{path.name} has no 'weight_map' from tensor names to files")
     for name, file in listed.items():
-        if not isinstance(file, str) or Path(file).is_absolute() or ".." in Path(file).parts:
+        if not isinstance(file, str) or len(file) > 255 or Path(file).is_absolute() or ".." in Path(file).parts:
             raise CheckpointError(f"{path.name} puts tensor '{name}' in {file!r}, expected a file of the directory")
     return listed
 

@@ -10,6 +10,7 @@ from jax import lax
 
 from minimax_jax.cache import Cache
 from minimax_jax.config import MiniMaxM2Config, Parallelism
+from minimax_jax.generation.limits import NOT_FINITE
 from minimax_jax.generation.sampling import Logprobs, Sampling, log_probabilities, no_logprobs, sample
 from minimax_jax.model import Weights, build
 
@@ -48,7 +49,7 @@ class Emitted:
     """Tokens of one call.
 
     Attributes:
-      tokens: [B, steps] int32, -1 after a row's end.
+      tokens: [B, steps] int32, -1 after a row's end, NOT_FINITE where the logits were no numbers.
       logprobs: arrays of [B, steps, ...].
     """
 
@@ -131,10 +132,14 @@ def decode(
 
 
 def _advance(rows: Rows, logits: jax.Array, sampling: Sampling) -> tuple[Rows, jax.Array, Logprobs]:
-    """Sample from logits [B, V] and move active rows on; the token is -1 where a row has ended."""
+    """Sample from logits [B, V] and move active rows on; the token is -1 where a row has ended.
+
+    A row whose logits are not all finite ends with NOT_FINITE: a damaged weight must not turn into an answer.
+    """
     token = sample(logits, sampling, rows.generated)
     logprobs = log_probabilities(logits, token, sampling.logprobs)
     generated = rows.generated + rows.active
     stopped = jnp.any(token[:, None] == sampling.stop_ids, axis=-1) | (generated >= sampling.max_tokens)
-    moved = Rows(token, rows.position + rows.active, generated, rows.active & ~stopped)
-    return moved, jnp.where(rows.active, token, -1), logprobs
+    finite = jnp.all(jnp.isfinite(logits), axis=-1)
+    moved = Rows(token, rows.position + rows.active, generated, rows.active & ~stopped & finite)
+    return moved, jnp.where(rows.active, jnp.where(finite, token, NOT_FINITE), -1), logprobs

@@ -12,7 +12,8 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
 from minimax_jax.cache import PAGE_TABLE_AXES, Cache, abstract_cache, cache_axes, static_page_table
-from minimax_jax.generation.limits import MAX_STOP_IDS
+from minimax_jax.errors import CheckpointError, RequestError
+from minimax_jax.generation.limits import MAX_STOP_IDS, NOT_FINITE
 from minimax_jax.generation.loop import Emitted, Rows, Settings
 from minimax_jax.generation.programs import Programs, is_axes
 from minimax_jax.generation.sampling import Sampling
@@ -76,9 +77,17 @@ class Runner:
         self.max_num_seqs, self.max_model_len, self.chunk = max_num_seqs, max_model_len, chunk
         self._cache_dtype = cache_dtype
         self._cache = self._new_cache()
+        self._calls = 0
 
     def run(self, requests: Sequence[Request]) -> Iterator[list[Piece]]:
-        """Generate for at most `max_num_seqs` requests; yields each request's new tokens after every group of steps."""
+        """Generate for at most `max_num_seqs` requests; yields each request's new tokens after every group of steps.
+
+        Raises:
+          RequestError: another call has taken the rows since the last piece.
+          CheckpointError: a row's logits are NaN or infinite.
+        """
+        self._calls += 1
+        call = self._calls
         slots = self._slots(len(requests))
         sampling = self._sampling(requests, slots)
         rows, emitted = self._prefill([request.prompt for request in requests], slots, sampling)
@@ -87,10 +96,16 @@ class Runner:
             yield _pieces(emitted, slots, with_logprobs)
             if not np.asarray(rows.active).any():
                 return
+            if call != self._calls:
+                raise RequestError(
+                    "another call used this LLM while a stream was open, and took its place in the cache; "
+                    "read a stream to its end, or leave it, before the next call"
+                )
             self._cache, rows, emitted = self.programs.decode(self.weights, self._live_cache(), rows, sampling)
 
     def logits(self, prompt: Sequence[int]) -> np.ndarray:
         """Logits of every position of one prompt, [T, V] float32."""
+        self._calls += 1
         data = self.settings.parallelism.data
         cache, parts = self._live_cache(), []
         table = cache.page_table
@@ -191,6 +206,11 @@ class Runner:
 
 def _pieces(emitted: Emitted, slots: Sequence[int], with_logprobs: bool) -> list[Piece]:
     tokens = np.asarray(emitted.tokens)
+    if (tokens[list(slots)] == NOT_FINITE).any():
+        raise CheckpointError(
+            "the model's logits are NaN or infinite: a weight is damaged, or values overflow; "
+            "compare with dtype='float32', and fetch the checkpoint again"
+        )
     counts = [int((tokens[slot] >= 0).sum()) for slot in slots]
     if not with_logprobs:
         return [Piece(tokens[slot, :n]) for slot, n in zip(slots, counts, strict=True)]

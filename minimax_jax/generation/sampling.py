@@ -23,7 +23,7 @@ class Sampling:
       seed: [B, 2] uint32, low and high word.
       stop_ids: [B, n] int32 that end the row, padded with -1.
       max_tokens: [B] int32.
-      logprobs: [B] bool, whether anyone wants log probabilities.
+      logprobs: [B] bool, whether the row wants log probabilities.
     """
 
     temperature: jax.Array

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 
 def rope_tables(positions: jax.Array, rotary_dim: int, theta: float) -> tuple[jax.Array, jax.Array]:
@@ -11,8 +12,9 @@ def rope_tables(positions: jax.Array, rotary_dim: int, theta: float) -> tuple[ja
 
     Source: RoFormer, with the pairs (j, j + rotary_dim / 2) of GPT-NeoX, as transformers `apply_rotary_pos_emb`.
     """
-    exponent = jnp.arange(0, rotary_dim, 2, dtype=jnp.float32) / rotary_dim
-    angles = positions[..., None].astype(jnp.float32) * (1.0 / theta**exponent)
+    # On the host: a device's float32 power is a little off, and the error grows with the position.
+    frequencies = (theta ** (-np.arange(0, rotary_dim, 2) / rotary_dim)).astype(np.float32)
+    angles = positions[..., None].astype(jnp.float32) * frequencies
     return jnp.cos(angles), jnp.sin(angles)
 
 

@@ -39,7 +39,8 @@ def grouped_moe_xla(
         hidden = dot_t(x[rows // k], dequantize(gate_up, x.dtype))  # [M, 2, F]
         hidden = activation(hidden[:, 0], hidden[:, 1]).astype(x.dtype)
         y = dot_t(hidden, dequantize(one_expert(w2, expert), x.dtype))
-        return out.at[jnp.where(valid, rows, R)].set(y, mode="drop", unique_indices=True)
+        place = jnp.where(valid, rows, R + jnp.arange(M))  # distinct, also where nothing is to be written
+        return out.at[place].set(y, mode="drop", unique_indices=True)
 
     out = lax.fori_loop(0, plan.num_blocks, block, jnp.zeros((R, D), jnp.float32))
     return jnp.sum(out.reshape(N, k, D) * expert_weights[..., None], axis=1)

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from minimax_jax.generation.sampling import Sampling, keep_top, log_probabilities, sample
+from minimax_jax.generation.sampling import Sampling, gumbel, keep_top, log_probabilities, sample
 
 V = 50
 
@@ -84,6 +84,14 @@ def test_same_seed_same_draw_other_seed_or_position_another() -> None:
     assert draws(logits, 40, seed=(5, 1)).tolist() != draws(logits, 40, seed=(6, 1)).tolist()
     assert draws(logits, 40, seed=(5, 1)).tolist() != draws(logits, 40, seed=(5, 2)).tolist()
     assert len(set(draws(logits, 40).tolist())) > 10
+
+
+def test_noise_belongs_to_the_token(seed: int) -> None:
+    """Unfiltered, a draw is the argmax of logits plus the noise of (seed, position), in the order of token ids."""
+    logits = np.random.default_rng(seed).normal(size=V).astype(np.float32)
+    count = 200
+    noise = gumbel(jnp.tile(jnp.array([[7, 9]], jnp.uint32), (count, 1)), jnp.arange(count), V)
+    assert draws(logits, count, seed=(7, 9)).tolist() == np.argmax(logits + np.asarray(noise), axis=1).tolist()
 
 
 def test_a_row_depends_on_nothing_outside_it(seed: int) -> None:
