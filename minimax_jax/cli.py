@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import minimax_jax
-from minimax_jax.errors import MinimaxError, RequestError
+from minimax_jax.errors import ConfigError, MinimaxError, RequestError
 
 if TYPE_CHECKING:
     from minimax_jax.llm import LLM
@@ -121,6 +121,8 @@ def _inspect(args: argparse.Namespace) -> None:
 def _make_tiny(args: argparse.Namespace) -> None:
     from minimax_jax.tiny import TinyShape, make_tiny
 
+    if not args.directory:
+        raise ConfigError("the directory's name is empty; name one that does not exist or is empty")
     shape = TinyShape(num_hidden_layers=args.layers)
     directory = make_tiny(args.directory, seed=args.seed, weight_format=args.format, shape=shape)
     logger.info("wrote %s: %d layers, %s, untrained; seed %d", directory, args.layers, args.format, args.seed)

@@ -136,7 +136,7 @@ def prompt_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     """One prompt or many -> a list; a list of integers is one prompt."""
     if isinstance(prompts, (str, Mapping)):
         return [prompts]
-    if isinstance(prompts, bytes) or not isinstance(prompts, (Sequence, np.ndarray)):
+    if not _is_listed(prompts):
         raise RequestError(f"prompts is a {type(prompts).__name__}; expected a prompt or a list of prompts")
     listed: list[Any] = list(prompts)
     return [listed] if listed and all(map(_is_id, listed)) else listed
@@ -162,7 +162,7 @@ def _prompt_ids(prompt: Any, codec: TextCodec | None) -> tuple[str | None, list[
         if "prompt_token_ids" in prompt:
             return None, token_list(prompt["prompt_token_ids"])
         if "prompt" not in prompt:
-            raise RequestError(f"prompt has keys {sorted(prompt)}; expected 'prompt' or 'prompt_token_ids'")
+            raise RequestError(f"prompt has keys {sorted(map(str, prompt))}; expected 'prompt' or 'prompt_token_ids'")
         prompt = prompt["prompt"]
     if not isinstance(prompt, str):
         return None, token_list(prompt)
@@ -173,7 +173,7 @@ def _prompt_ids(prompt: Any, codec: TextCodec | None) -> tuple[str | None, list[
 
 def token_list(ids: Any) -> list[int]:
     """A sequence or an array of ids as a list, not yet checked."""
-    if isinstance(ids, (str, bytes)) or not isinstance(ids, (Sequence, np.ndarray)):
+    if not _is_listed(ids):
         raise RequestError(f"prompt is a {type(ids).__name__}; expected a string, a list of token ids or a dict")
     return [int(id_) if isinstance(id_, np.integer) else id_ for id_ in ids]
 
@@ -183,6 +183,12 @@ def _seed_words(seed: int | None, own: np.random.SeedSequence) -> tuple[int, int
         low, high = own.spawn(1)[0].generate_state(2).tolist()
         return int(low), int(high)
     return seed & 0xFFFFFFFF, (seed >> 32) & 0xFFFFFFFF
+
+
+def _is_listed(value: Any) -> bool:
+    if isinstance(value, np.ndarray):
+        return value.ndim > 0
+    return isinstance(value, Sequence) and not isinstance(value, (str, bytes))
 
 
 def _is_id(value: Any) -> bool:

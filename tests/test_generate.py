@@ -310,7 +310,9 @@ class TestRefusals:
             ([[-1]], "-1 is not in the vocabulary"), ([[1.5]], "1.5 is not in the vocabulary"),
             ([[1] * 512], "the prompt has 512 tokens, the context max_model_len 512"), ([{"text": "x"}], "keys"),
             ([None], "NoneType"),
-            (None, "prompts is a NoneType"), (5, "prompts is a int"), (b"ab", "prompts is a bytes"),
+            (None, "prompts is a NoneType"),
+            (np.array(3), "prompts is a ndarray"), ({1: 2, "a": 3}, "keys"),
+            (5, "prompts is a int"), (b"ab", "prompts is a bytes"),
             ([{"prompt_token_ids": "ab"}], "prompt is a str"),
         ],
     )  # fmt: skip
