@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import functools
+import logging
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from jax import lax
+
 Implementation = str | None
+
+logger = logging.getLogger("pallas_kernels")
 
 
 def choose(op: str, implementation: Implementation, available: Mapping[str, Callable[..., Any]]) -> Callable[..., Any]:
@@ -19,3 +25,17 @@ def choose(op: str, implementation: Implementation, available: Mapping[str, Call
     if implementation not in available:
         raise ValueError(f"{op}: implementation {implementation!r} is not available; choose from {sorted(available)}")
     return available[implementation]
+
+
+def on_gpu(kernel: Callable[..., Any], elsewhere: Callable[..., Any], args: Sequence[Any]) -> Any:
+    """kernel(*args) in programs for AMD and NVIDIA GPUs, elsewhere(*args) in others: settled at lowering.
+
+    So a program that is compiled for a GPU on a machine without one gets the kernel.
+    """
+    return lax.platform_dependent(*args, cuda=kernel, rocm=kernel, default=elsewhere)
+
+
+@functools.cache
+def note_once(message: str) -> None:
+    """A warning, the first time that it is given."""
+    logger.warning(message)

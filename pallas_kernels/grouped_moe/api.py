@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import functools
+import importlib
+from collections.abc import Callable
+from typing import Any
+
 import jax
 
 from pallas_kernels.activation import SwiGLU
-from pallas_kernels.dispatch import Implementation, choose
+from pallas_kernels.dispatch import Implementation, choose, note_once
 from pallas_kernels.grouped_moe.reference import grouped_moe_reference
 from pallas_kernels.grouped_moe.xla import grouped_moe_xla
 from pallas_kernels.quant import Weight
@@ -32,11 +37,40 @@ def grouped_moe(
       expert_ids: [N, k] int32; an id outside 0..E-1 adds nothing (a pad, or an expert of another device).
       expert_weights: [N, k] float32.
       activation: applied in float32, rounded once to x's dtype.
-      implementation: "xla", "reference", or None for the best available.
+      implementation: "pallas" (interpreted where there is no GPU), "xla", "reference", or None: the kernels on a GPU
+        where they can compute this, "xla" elsewhere.
 
     Returns:
       [N, D] float32.
+
+    Raises:
+      ValueError: the named implementation is none of these, or cannot compute this.
     """
-    fn = choose("grouped_moe", implementation, {"xla": grouped_moe_xla, "reference": grouped_moe_reference})
+    available: dict[str, Callable[..., Any]] = {"xla": grouped_moe_xla, "reference": grouped_moe_reference}
+    if implementation in (None, "pallas"):
+        kernels, why = _kernels(w13, w2)
+        if kernels is not None:
+            available["pallas"] = kernels
+            if implementation is None:
+                implementation, available["pallas"] = "pallas", functools.partial(kernels, interpret=_xla(activation))
+        elif implementation == "pallas":
+            raise ValueError(f"grouped_moe: implementation 'pallas' is not available: {why}")
+        else:
+            note_once(f"grouped_moe: plain XLA instead of the kernels, because {why}")
+    fn = choose("grouped_moe", implementation, available)
     out: jax.Array = fn(x, w13, w2, expert_ids, expert_weights, activation)
     return out
+
+
+def _xla(activation: SwiGLU) -> Callable[..., jax.Array]:
+    return functools.partial(grouped_moe_xla, activation=activation)
+
+
+def _kernels(w13: Weight, w2: Weight) -> tuple[Callable[..., Any] | None, str]:
+    """The kernels' function, or why it is not to be had: JAX will drop the route that they take one day."""
+    try:
+        module = importlib.import_module("pallas_kernels.grouped_moe.pallas")
+    except (ImportError, AttributeError) as error:
+        return None, f"this JAX has no Pallas Triton route ({error})"
+    why = module.unsupported(w13, w2)
+    return (None, why) if why is not None else (module.grouped_moe_pallas, "")
