@@ -10,6 +10,7 @@ from typing import Any, Literal
 from minimax_jax import config_keys
 from minimax_jax.config_keys import Section, show
 from minimax_jax.errors import ConfigError
+from minimax_jax.quantization import QuantizationConfig, read_quantization
 
 DTYPES = ("bfloat16", "float32")
 MODEL_SIZES = (1, 2, 4, 8, 16)  # what a refusal proposes
@@ -19,11 +20,20 @@ EXPERT_WIDTH_UNIT = 16  # a device's part of an expert's width is a multiple of 
 def load_config(directory: str | Path) -> MiniMaxM2Config:
     """The config of a checkpoint directory, from its `config.json`.
 
+    Where that has no `quantization_config`, ModelOpt's `hf_quant_config.json` beside it tells the quantisation.
+
     Raises:
       ConfigError: no such file, not a JSON object, or a value that this package cannot compute with.
     """
     path = Path(directory) / "config.json"
-    return MiniMaxM2Config.from_dict(config_keys.read_json_object(path), source=str(path))
+    config = MiniMaxM2Config.from_dict(config_keys.read_json_object(path), source=str(path))
+    beside = path.with_name("hf_quant_config.json")
+    if config.quantization is None and beside.exists():
+        section = Section(config_keys.read_json_object(beside), str(beside)).section("quantization")
+        if section is not None and section.get("quant_algo") is not None:
+            section = dataclasses.replace(section, data={**section.data, "quant_method": "modelopt"})
+            config = dataclasses.replace(config, quantization=read_quantization(section))
+    return config
 
 
 def load_generation_defaults(directory: str | Path, config: MiniMaxM2Config) -> GenerationDefaults:
@@ -80,18 +90,6 @@ class GenerationDefaults:
     top_k: int = 0  # 0: all tokens
     eos_token_ids: tuple[int, ...] = ()
     do_sample: bool = False
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class QuantizationConfig:
-    """What `quantization_config` declares; tensors decide first, this second.
-
-    An absent or null `weight_block_size` reads as 128 x 128: it is consulted only for a grid of scales that fits it.
-    """
-
-    quant_method: str
-    weight_block_size: tuple[int, int] = (128, 128)
-    modules_to_not_convert: tuple[str, ...] = ()
 
 
 _LARGEST = {"num_hidden_layers": 1000, "num_local_experts": 10_000}
@@ -218,13 +216,7 @@ class MiniMaxM2Config:
         if self.eos_token_ids:
             data["eos_token_id"] = self.eos_token_ids[0] if len(self.eos_token_ids) == 1 else list(self.eos_token_ids)
         if self.quantization is not None:
-            data["quantization_config"] = {
-                "activation_scheme": "dynamic",
-                "fmt": "float8_e4m3fn",
-                "quant_method": self.quantization.quant_method,
-                "weight_block_size": list(self.quantization.weight_block_size),
-                "modules_to_not_convert": list(self.quantization.modules_to_not_convert),
-            }
+            data["quantization_config"] = self.quantization.to_dict()
         return data
 
     def check_parallelism(self, parallelism: Parallelism) -> None:
@@ -304,31 +296,12 @@ _M2_READ = frozenset(
         "quantization_config",
     }
 )
-_FP8_READ = frozenset({"quant_method", "weight_block_size", "modules_to_not_convert", "ignored_layers"})
 
 
 def _read_quantization(config: Section) -> QuantizationConfig | None:
     """`quantization_config`, or None where there is none."""
     section = config.section("quantization_config")
-    if section is None:
-        return None
-    method = section.get("quant_method")
-    if method != "fp8":
-        raise section.error(
-            f"{section.name('quant_method')} {show(method)} is not supported yet; supported are 'fp8' "
-            "(float8_e4m3fn with weight scales) and no quantization_config at all (bfloat16, float32)"
-        )
-    section.check_fixed(config_keys.FP8_FIXED)
-    section.check_unknown(_FP8_READ, config_keys.FP8_FIXED, config_keys.FP8_HARMLESS)
-    block = section.get("weight_block_size")
-    if block is None:
-        block = [128, 128]
-    if not (isinstance(block, list) and len(block) == 2 and all(config_keys.is_int(n) and n > 0 for n in block)):
-        raise section.error(f"{section.name('weight_block_size')} {show(block)} is not a list of two numbers above 0")
-    kept = (*section.strings("modules_to_not_convert"), *section.strings("ignored_layers"))
-    return QuantizationConfig(
-        quant_method=method, weight_block_size=(block[0], block[1]), modules_to_not_convert=tuple(dict.fromkeys(kept))
-    )
+    return None if section is None else read_quantization(section)
 
 
 def _read_rope(config: Section, head_dim: int) -> tuple[float, int]:

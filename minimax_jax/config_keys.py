@@ -130,17 +130,6 @@ ROPE_FIXED: Mapping[str, tuple[Any, ...]] = {
     "attention_factor": (1,),
 }
 
-FP8_FIXED: Mapping[str, tuple[Any, ...]] = {
-    "fmt": ("float8_e4m3fn", "e4m3"),  # DeepSeek's spelling of the same format
-    "scale_fmt": ("float",),
-    "expert_dtype": ("fp8",),
-    "modules_to_convert": ([],),
-    "kv_cache_scheme": (None, {}),
-    # Weights only: how activations would be quantised plays no part.
-    "activation_scheme": ("dynamic", "static"),
-}
-FP8_HARMLESS = frozenset({"dequantize"})
-
 
 def show(value: object) -> str:
     """A value as an error message shows it: one line, shortened."""

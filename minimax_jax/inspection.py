@@ -8,7 +8,7 @@ from pathlib import Path
 
 import jax.numpy as jnp
 
-from minimax_jax.checkpoint import Checkpoint, LoadPlan, open_checkpoint, plan_parameters
+from minimax_jax.checkpoint import Checkpoint, LoadPlan, has_kv_scales, open_checkpoint, plan_parameters
 from minimax_jax.config import MiniMaxM2Config, Parallelism, load_config, load_generation_defaults
 from minimax_jax.errors import ConfigError, MinimaxError
 from minimax_jax.generation.limits import PREFILL_CHUNK
@@ -55,7 +55,7 @@ def describe_checkpoint(
         yield from _section("tokenizer", [_tokenizer(directory, config)])
 
         compute = jnp.dtype(_DTYPES[config.dtype if dtype == "auto" else dtype])
-        specs = abstract_parameters(config, parallelism)
+        specs = abstract_parameters(config, parallelism, kv_scales=has_kv_scales(checkpoint.tensors))
         plan = plan_parameters(checkpoint, config, specs, parallelism, compute)
         yield from _section("formats", _formats(plan))
         plan.check_scales()
@@ -139,8 +139,7 @@ def _dtypes(checkpoint: Checkpoint) -> list[str]:
 def _model(config: MiniMaxM2Config) -> list[str]:
     quantization = "not quantised"
     if config.quantization is not None:
-        rows, columns = config.quantization.weight_block_size
-        quantization = f"{config.quantization.quant_method} in blocks of {rows} x {columns}"
+        quantization = config.quantization.describe()
     return [
         "MiniMax-M2 (model_type minimax_m2)",
         f"{config.num_hidden_layers} layers, hidden size {config.hidden_size}, vocabulary {config.vocab_size}, "
@@ -169,9 +168,17 @@ def _tokenizer(directory: Path, config: MiniMaxM2Config) -> str:
 
 
 def _formats(plan: LoadPlan) -> list[str]:
-    return [
-        f"{label:16}{total.tensors:8} weights  {size(total.bytes)}" for label, total in sorted(plan.formats.items())
-    ]
+    """A line for each format in each group of modules, the groups in the model's order; then the totals."""
+    lines, weights, stored = [], Counter[str](), Counter[str]()
+    for (group, label), total in plan.formats.items():
+        lines.append(_format_line(group, label, total.tensors, total.bytes))
+        weights[label] += total.tensors
+        stored[label] += total.bytes
+    return lines + [_format_line("all", label, weights[label], stored[label]) for label in sorted(weights)]
+
+
+def _format_line(group: str, label: str, weights: int, stored: int) -> str:
+    return f"{group:14}{label:16}{weights:8} weights  {size(stored)}"
 
 
 def _coverage(plan: LoadPlan) -> list[str]:
@@ -181,5 +188,6 @@ def _coverage(plan: LoadPlan) -> list[str]:
     if plan.scales:
         lines.append(f"{len(plan.scales)} of the tensors are scales, all finite")
     if plan.ignored:
-        lines.append(f"{len(plan.ignored)} ignored (multi-token prediction): {', '.join(plan.ignored[:3])}, ...")
+        more = ", ..." if len(plan.ignored) > 3 else ""
+        lines.append(f"{len(plan.ignored)} ignored, of no use here: {', '.join(plan.ignored[:3])}{more}")
     return lines

@@ -11,7 +11,7 @@ from typing import Any, Literal
 import jax.numpy as jnp
 import numpy as np
 
-from minimax_jax.checkpoint import load_parameters, open_checkpoint, plan_parameters
+from minimax_jax.checkpoint import has_kv_scales, load_parameters, open_checkpoint, plan_parameters
 from minimax_jax.compilation_cache import use_compilation_cache
 from minimax_jax.config import MiniMaxM2Config, Parallelism, load_config, load_generation_defaults
 from minimax_jax.errors import ConfigError, RequestError
@@ -50,6 +50,7 @@ class LLM:
         max_model_len: int | None = None,
         max_num_seqs: int = 8,
         kv_cache_dtype: str = "auto",
+        emulate_activation_quant: bool = False,
         seed: int = 0,
         prefill_chunk_size: int = PREFILL_CHUNK,
         steps_per_call: int = 16,
@@ -67,6 +68,8 @@ class LLM:
           max_model_len: tokens of one sequence, prompt and output; None takes the config's max_position_embeddings.
           max_num_seqs: rows of a step.
           kv_cache_dtype: "bfloat16", "float32", or "auto" for `dtype`.
+          emulate_activation_quant: quantise and dequantise the inputs of quantised layers as the checkpoint's config
+            declares, to compare with programs that do; False keeps them, which is more exact.
           seed: where requests without a seed draw theirs from.
           prefill_chunk_size: tokens of a row in one prefill step.
           steps_per_call: decode steps between two looks of the host; also how often a stream yields.
@@ -93,9 +96,11 @@ class LLM:
             check_vocabulary(self.tokenizer, self.config.vocab_size)
         use_compilation_cache()
 
-        specs = abstract_parameters(self.config, parallelism)
         with open_checkpoint(path) as checkpoint:
-            plan = plan_parameters(checkpoint, self.config, specs, parallelism, compute)
+            specs = abstract_parameters(self.config, parallelism, kv_scales=has_kv_scales(checkpoint.tensors))
+            plan = plan_parameters(
+                checkpoint, self.config, specs, parallelism, compute, emulate_activation_quant=emulate_activation_quant
+            )
             sizes = {"max_num_seqs": max_num_seqs, "max_model_len": self.max_model_len, "chunk": prefill_chunk_size}
             memory = plan_memory(
                 plan.bytes_per_device(), self.config, parallelism, **sizes,
@@ -207,6 +212,10 @@ def _check_options(options: dict[str, Any]) -> None:
         raise ConfigError(f"seed is {options['seed']!r}; expected an integer of at least 0")
     if options["max_model_len"] is not None:
         _positive("max_model_len", options["max_model_len"])
+    if not isinstance(options["emulate_activation_quant"], bool):
+        raise ConfigError(
+            f"emulate_activation_quant is {options['emulate_activation_quant']!r}; expected True or False"
+        )
     for name in ("dtype", "kv_cache_dtype"):
         if options[name] not in ("auto", *_DTYPES):
             raise ConfigError(f"{name} is {options[name]!r}; expected one of {['auto', *_DTYPES]}")

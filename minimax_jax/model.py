@@ -28,13 +28,15 @@ Weights = dict[str, Weight]  # parameter path -> value, such as "layers.0.self_a
 
 
 class MiniMaxM2(nnx.Module):
-    """The causal language model."""
+    """The causal language model; `kv_scales` says whether the checkpoint has scales for an FP8 key/value cache."""
 
-    def __init__(self, config: MiniMaxM2Config, parallelism: Parallelism, dtype: jnp.dtype) -> None:
+    def __init__(
+        self, config: MiniMaxM2Config, parallelism: Parallelism, dtype: jnp.dtype, kv_scales: bool = False
+    ) -> None:
         self.config = config
         self.dtype = dtype
         self.embed_tokens = Embedding(config.vocab_size, config.hidden_size)
-        self.layers = nnx.List([DecoderLayer(config, parallelism) for _ in range(config.num_hidden_layers)])
+        self.layers = nnx.List([DecoderLayer(config, parallelism, kv_scales) for _ in range(config.num_hidden_layers)])
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.lm_head = LMHead(config.vocab_size, config.hidden_size)
 
@@ -62,9 +64,11 @@ class MiniMaxM2(nnx.Module):
         return self.lm_head(self.norm(hidden))
 
 
-def abstract_parameters(config: MiniMaxM2Config, parallelism: Parallelism) -> dict[str, ParameterSpec]:
+def abstract_parameters(
+    config: MiniMaxM2Config, parallelism: Parallelism, *, kv_scales: bool = False
+) -> dict[str, ParameterSpec]:
     """Every parameter of the model by path, as it must be loaded."""
-    model = MiniMaxM2(config, parallelism, jnp.dtype(jnp.float32))
+    model = MiniMaxM2(config, parallelism, jnp.dtype(jnp.float32), kv_scales)
     return {path: variable.get_metadata()["spec"] for path, variable in _variables(model).items()}
 
 
@@ -72,13 +76,18 @@ def build(
     config: MiniMaxM2Config, parallelism: Parallelism, dtype: jnp.dtype, weights: Mapping[str, Weight]
 ) -> MiniMaxM2:
     """The model with its weights in place; under `shard_map` they are a device's parts."""
-    model = MiniMaxM2(config, parallelism, dtype)
+    model = MiniMaxM2(config, parallelism, dtype, kv_scales=has_kv_scales(weights))
     variables = _variables(model)
     if variables.keys() != weights.keys():
         raise ValueError(f"parameters without a value, or values without one: {variables.keys() ^ weights.keys()}")
     for path, variable in variables.items():
         variable.set_value(weights[path])
     return model
+
+
+def has_kv_scales(weights: Mapping[str, Weight]) -> bool:
+    """Whether scales for an FP8 key/value cache are among the weights."""
+    return "layers.0.self_attn.k_scale" in weights
 
 
 def _variables(model: nnx.Module) -> dict[str, Parameter]:

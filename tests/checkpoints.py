@@ -11,7 +11,8 @@ import numpy as np
 
 FIXTURES = Path(__file__).resolve().parent / "fixtures"
 BESIDE = Path(__file__).resolve().parents[2] / "shared" / "data" / "checkpoints"
-NAMES = ("m2-bf16", "m2-fp8-block")
+FIXTURE_NAMES = ("m2-bf16", "m2-fp8-block", "m2-mxfp4", "m2-nvfp4")  # in FIXTURES, with "tiny-" in front
+NAMES = ("m2-bf16", "m2-fp8-block", "m2-mxfp4-quark", "m2-nvfp4-quark", "m2-nvfp4-ct", "m2-nvfp4-modelopt")  # BESIDE
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,7 +37,7 @@ def cases() -> list[Path]:
     beside = [BESIDE / name for name in NAMES]
     if os.environ.get("MINIMAX_REQUIRE_SHARED") != "1":
         beside = [directory for directory in beside if directory.is_dir()]
-    return [FIXTURES / f"tiny-{name}" for name in NAMES] + beside
+    return [FIXTURES / f"tiny-{name}" for name in FIXTURE_NAMES] + beside
 
 
 def read_expected(directory: Path) -> list[Expected]:

@@ -2,21 +2,34 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
+from typing import Any
 
+import jax
 import numpy as np
 import pytest
 
 from minimax_jax import LLM, SamplingParams
+from minimax_jax.errors import ConfigError
 from minimax_jax.modules import norms
-from tests.checkpoints import FIXTURES, NAMES, read_expected
+from tests.checkpoint.tiny_checkpoint import (
+    BF16,
+    Tensors,
+    decode,
+    pack,
+    random_tensors,
+    tiny_config,
+    write_checkpoint,
+)
+from tests.checkpoints import FIXTURE_NAMES, FIXTURES, NAMES, read_expected
 
 MESHES = [(1, 1), (1, 2), (1, 4), (1, 8), (2, 8)]
 PLACEMENTS = ["tensor", "expert"]
 TOLERANCE = 1e-4  # absolute, float32 compute
 
 # Every pair of format, mesh and placement in half of the runs.
-PAIRS = [(name, mesh, PLACEMENTS[(i + j) % 2]) for i, name in enumerate(NAMES) for j, mesh in enumerate(MESHES)]
+PAIRS = [(name, mesh, PLACEMENTS[(i + j) % 2]) for i, name in enumerate(FIXTURE_NAMES) for j, mesh in enumerate(MESHES)]
 ALL = [(name, mesh, placement) for name in NAMES for mesh in MESHES for placement in PLACEMENTS]
 
 
@@ -65,3 +78,60 @@ def test_a_norm_of_each_devices_own_part_is_caught(devices: int, monkeypatch: py
     monkeypatch.setattr(norms, "model_psum", lambda sums: sums * devices)
     with pytest.raises(AssertionError):
         check(FIXTURES / "tiny-m2-bf16", (1, devices), "tensor")
+
+
+@pytest.mark.parametrize("layout", ["mxfp4-quark", "nvfp4-ct"])
+def test_width_1536_over_every_mesh(tmp_path: Path, seed: int, layout: str) -> None:
+    """Experts as wide as MiniMax-M2's, 192 columns on each of eight devices; equal to their decoded weights."""
+    config = tiny_config(num_hidden_layers=1, hidden_size=32, intermediate_size=1536, num_local_experts=4)
+    tensors = pack(random_tensors(config, seed), layout, seed)
+    for name, value in tensors.items():
+        if "_proj" in name or name == "model.embed_tokens.weight":
+            tensors[name] = (value.astype(np.float32) * 0.3).astype(BF16)
+        if name.endswith(".weight_scale") and value.dtype == np.uint8:
+            tensors[name] = value - 2
+        if "weight_global_scale" in name:
+            tensors[name] = value * 4  # a divisor
+    modules = {name.rpartition(".")[0] for name in tensors if ".experts." in name}
+    rest = {name: value for name, value in tensors.items() if ".experts." not in name}
+    decoded = {f"{module}.weight": decode(tensors, f"{module}.weight").astype(np.float32) for module in modules}
+    ids = np.random.default_rng(seed).integers(0, config.vocab_size, 24).tolist()
+
+    def logits(contents: Tensors, devices: int) -> np.ndarray:
+        directory = write_checkpoint(tmp_path, contents)
+        (directory / "config.json").write_text(json.dumps(config.to_dict()))
+        sizes: dict[str, Any] = {
+            "tensor_parallel_size": devices,
+            "max_num_seqs": 1,
+            "max_model_len": 128,
+            "prefill_chunk_size": 32,
+        }
+        return LLM(directory, dtype="float32", **sizes).logits(ids)
+
+    expected = logits(rest | decoded, 1)
+    assert np.abs(logits(rest | {name: value * 0 for name, value in decoded.items()}, 1) - expected).max() > 0.5
+    for devices in (1, 2, 4, 8):
+        difference = np.abs(logits(tensors, devices) - expected).max()
+        print(f"{layout} on {devices} devices: {difference:.1e}")
+        assert difference <= TOLERANCE
+
+
+def test_kv_scales_are_loaded(shared: Path) -> None:
+    """ModelOpt's, one for each layer, in the model's tree; a bfloat16 or float32 cache takes no notice."""
+    llm = LLM(shared / "data" / "checkpoints" / "m2-nvfp4-modelopt", max_num_seqs=1, max_model_len=128)
+    scales = {path: value for path, value in llm.runner.weights.items() if path.endswith(("k_scale", "v_scale"))}
+    assert sorted(scales) == sorted(f"layers.{i}.self_attn.{part}_scale" for i in range(3) for part in "kv")
+    for value in scales.values():
+        assert isinstance(value, jax.Array)
+        assert (value.shape, value.dtype) == ((), np.float32)
+        assert float(value) > 0
+
+
+def test_emulation_that_is_refused(shared: Path) -> None:
+    """Before a weight is read."""
+    checkpoints = shared / "data" / "checkpoints"
+    options: dict[str, Any] = {"emulate_activation_quant": True, "max_num_seqs": 1, "max_model_len": 128}
+    with pytest.raises(ConfigError, match="declares no quantised activations"):
+        LLM(checkpoints / "m2-bf16", **options)
+    with pytest.raises(ConfigError, match="emulate_activation_quant is 1; expected True or False"):
+        LLM(checkpoints / "m2-mxfp4-quark", emulate_activation_quant=1)  # type: ignore[arg-type]

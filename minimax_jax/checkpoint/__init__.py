@@ -2,6 +2,7 @@
 
 from minimax_jax.checkpoint.lazy import LazyArray, LazyQuant
 from minimax_jax.checkpoint.load import load_parameters
+from minimax_jax.checkpoint.name_map import has_kv_scales
 from minimax_jax.checkpoint.plan import FormatTotal, LoadPlan, plan_parameters
 from minimax_jax.checkpoint.safetensors_index import Checkpoint, TensorInfo, open_checkpoint
 
@@ -12,6 +13,7 @@ __all__ = [
     "LazyQuant",
     "LoadPlan",
     "TensorInfo",
+    "has_kv_scales",
     "load_parameters",
     "open_checkpoint",
     "plan_parameters",

@@ -6,8 +6,8 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 
-from minimax_jax.checkpoint.formats import SCALE_SUFFIX, check_dtype
-from minimax_jax.checkpoint.name_map import IGNORED, Rule
+from minimax_jax.checkpoint.formats import PARTS, PLAIN, cols_per_element, find_weight
+from minimax_jax.checkpoint.name_map import IGNORED, IGNORED_SCALES, Rule
 from minimax_jax.checkpoint.safetensors_index import Checkpoint, name_some
 from minimax_jax.config import MiniMaxM2Config
 from minimax_jax.errors import CheckpointError
@@ -22,27 +22,34 @@ _LIMITS = {
 
 def find_ignored(checkpoint: Checkpoint) -> tuple[str, ...]:
     """Tensors that are known to belong to no parameter."""
-    return tuple(sorted(name for name in checkpoint.tensors if IGNORED in name.split(".")))
+    scales = tuple(f".{name}" for name in IGNORED_SCALES)
+    return tuple(sorted(name for name in checkpoint.tensors if IGNORED in name.split(".") or name.endswith(scales)))
 
 
 def check_config(checkpoint: Checkpoint, config: MiniMaxM2Config, entries: Entries) -> None:
     """Holds dtypes, shapes and numbers of layers and experts of the tensors that are there against the config."""
-    for rule, names in entries.values():
-        expected = tuple(math.prod(getattr(config, field) for field in fields) for fields in rule.dims)
+    for path, (rule, names) in entries.items():
+        if rule.factor:
+            _check_factor(checkpoint, path, names)
+            continue
+        shape = tuple(math.prod(getattr(config, field) for field in fields) for fields in rule.dims)
         for name in names:
-            info = checkpoint.tensors.get(name)
+            info = find_weight(checkpoint, name)
             if info is None:
                 continue
-            check_dtype(info)
-            if info.shape == expected:
+            each = cols_per_element(info)
+            expected = (*shape[:-1], -(-shape[-1] // each))
+            if info.shape == expected and shape[-1] % each == 0:
                 continue
             fields = [
                 " x ".join(f"{field} {getattr(config, field)}" for field in dim)
                 for place, dim in enumerate(rule.dims)
                 if len(info.shape) != len(expected) or info.shape[place] != expected[place]
             ]
+            how = f", two values of {list(shape)} in a byte," if each > 1 else ""
             raise CheckpointError(
-                f"{info} has shape {list(info.shape)}, expected {list(expected)} from config.json's {', '.join(fields)}"
+                f"{info} has shape {list(info.shape)}, expected {list(expected)}{how} from config.json's "
+                f"{', '.join(fields)}"
             )
     for name, info in checkpoint.tensors.items():
         for field, pattern in _LIMITS.items():
@@ -55,10 +62,11 @@ def check_config(checkpoint: Checkpoint, config: MiniMaxM2Config, entries: Entri
 def check_missing(checkpoint: Checkpoint, entries: Entries, ignored: Sequence[str]) -> None:
     """Every parameter has its tensors."""
     wanted = [name for _, names in entries.values() for name in names]
-    missing = [name for name in wanted if name not in checkpoint.tensors]
+    missing = [name for name in wanted if name not in checkpoint.tensors and find_weight(checkpoint, name) is None]
     if not missing:
         return
-    known = {*wanted, *(name + SCALE_SUFFIX for name in wanted), *ignored}
+    modules = [name.removesuffix(".weight") for name in wanted if name.endswith(".weight")]
+    known = {*wanted, *(f"{module}.{part}" for module in modules for part in PARTS), *ignored}
     unused = [name for name in checkpoint.tensors if name not in known]
     message = f"checkpoint '{checkpoint.directory}' lacks {len(missing)} of {len(wanted)} tensors: {name_some(missing)}"
     for field, pattern in _LIMITS.items():
@@ -71,11 +79,11 @@ def check_missing(checkpoint: Checkpoint, entries: Entries, ignored: Sequence[st
 
 
 def check_unused(checkpoint: Checkpoint, sources: Mapping[str, Sequence[str]], ignored: Sequence[str]) -> None:
-    """Every tensor is used once, or is on the ignore list."""
+    """Every tensor is used once, or is on the ignore list; `kv_scale` alone stands for two parameters."""
     used: dict[str, str] = {}
     for path, names in sources.items():
         for name in names:
-            if name in used:
+            if name in used and not name.endswith(".kv_scale"):
                 raise ValueError(f"the name map uses '{name}' for {used[name]} and for {path}")
             used[name] = path
     left = checkpoint.tensors.keys() - used.keys() - set(ignored)
@@ -84,8 +92,17 @@ def check_unused(checkpoint: Checkpoint, sources: Mapping[str, Sequence[str]], i
         raise CheckpointError(
             f"checkpoint '{checkpoint.directory}' has {len(unused)} tensors that no parameter uses: "
             f"{name_some(info.name for info in unused)}, the first in {unused[0].file}; "
-            f"only '{IGNORED}' modules are left out"
+            f"only '{IGNORED}' modules and scales of queries are left out"
         )
+
+
+def _check_factor(checkpoint: Checkpoint, path: str, names: Sequence[str]) -> None:
+    infos = [checkpoint.tensors[name] for name in names if name in checkpoint.tensors]
+    if len(infos) > 1:
+        raise CheckpointError(f"{infos[0]} and {infos[1]} are two spellings of {path}, expected one; remove the other")
+    for info in infos:
+        if info.dtype not in PLAIN or math.prod(info.shape) != 1:
+            raise CheckpointError(f"{info} is {path}, expected one value in {', '.join(PLAIN)}")
 
 
 def _count(names: Sequence[str] | Mapping[str, object], pattern: re.Pattern[str]) -> int:

@@ -13,6 +13,8 @@ from typing import Any
 import numpy as np
 
 from minimax_jax.checkpoint.safetensors_index import Checkpoint, TensorInfo
+from minimax_jax.sharding import Axes
+from pallas_kernels.quant import E2M1, SCALE_DTYPES, Format, codes_per_element
 
 Index = tuple[slice, ...]  # one slice a dimension, with start and stop filled in and a step of one
 Job = Callable[[], None]  # copies one piece; jobs of one read touch disjoint memory
@@ -59,17 +61,30 @@ class LazyQuant:
 
     payload: LazyArray
     scale: LazyArray
-    block: tuple[int, int]
+    format: Format
+    global_scale: LazyArray | None = None
+    input_scale: LazyArray | None = None
 
     @property
     def shape(self) -> tuple[int, ...]:
         """Shape of the decoded matrix."""
-        return self.payload.shape
+        *lead, cols = self.payload.shape
+        return (*lead, cols * codes_per_element(self.payload.dtype))
 
     @property
     def nbytes(self) -> int:
         """Bytes in memory, scales included."""
-        return self.payload.nbytes + self.scale.nbytes
+        return sum(array.nbytes for array, _ in self.arrays(()))
+
+    def arrays(self, axes: Axes) -> list[tuple[LazyArray, Axes]]:
+        """Payload, scale, global and input scale, where they are there, with the logical axes of each."""
+        found = [
+            (self.payload, axes),
+            (self.scale, axes),
+            (self.global_scale, axes[:-2]),
+            (self.input_scale, axes[:-2]),
+        ]
+        return [(array, axes) for array, axes in found if array is not None]
 
 
 Lazy = LazyArray | LazyQuant
@@ -119,7 +134,7 @@ class Stack(LazyArray):
 
     def jobs(self, index: Index, out: np.ndarray) -> Iterator[Job]:
         for place, number in enumerate(range(index[0].start, index[0].stop)):
-            yield from self.sources[number].jobs(index[1:], out[place])
+            yield from self.sources[number].jobs(index[1:], out[place, ...])  # of scalars too, a view
 
 
 class RepeatHeads(LazyArray):
@@ -173,7 +188,7 @@ class Regrid(LazyArray):
 
 
 class Dequantized(LazyArray):
-    """A packed matrix decoded while it is read: payload x scale in float32, rounded once to `dtype`."""
+    """A packed matrix decoded while it is read: the product in float32, rounded once to `dtype`."""
 
     def __init__(self, packed: LazyQuant, dtype: np.dtype[Any]) -> None:
         self.packed = packed
@@ -184,9 +199,28 @@ class Dequantized(LazyArray):
         yield partial(self._fill, index, out)
 
     def _fill(self, index: Index, out: np.ndarray) -> None:
-        payload = self.packed.payload.read(index).astype(np.float32)
-        scale = Regrid(self.packed.scale, self.packed.block, (1, 1), (self.shape[0], self.shape[1])).read(index)
-        out[...] = (payload * scale).astype(out.dtype)
+        packed, format = self.packed, self.packed.format
+        scale = Regrid(packed.scale, format.block, (1, 1), (self.shape[0], self.shape[1])).read(index)
+        if SCALE_DTYPES[format.name] == "uint8":
+            scale = np.ldexp(np.float32(1), scale.astype(np.int32) - 127)  # 255, which is NaN, was refused before
+        scale = scale.astype(np.float32)
+        if packed.global_scale is not None:
+            whole = packed.global_scale.read()
+            scale = scale / whole if format.global_divides else scale * whole
+        out[...] = (self._values(index) * scale).astype(out.dtype)
+
+    def _values(self, index: Index) -> np.ndarray:
+        """The payload's part, unpacked to float32."""
+        each = codes_per_element(self.packed.payload.dtype)
+        rows, cols = index
+        outer = slice(cols.start // each, -(-cols.stop // each))
+        payload = self.packed.payload.read((rows, outer))
+        if each == 1:
+            return payload.astype(np.float32)
+        pairs = payload.view(np.uint8)
+        codes = np.stack([pairs & 0xF, pairs >> 4], axis=-1).reshape(payload.shape[0], -1)
+        begin = cols.start - outer.start * each
+        return E2M1[codes[:, begin : begin + cols.stop - cols.start]]
 
 
 def astype(source: LazyArray, dtype: np.dtype[Any]) -> LazyArray:

@@ -59,10 +59,16 @@ class _Placer:
         self.sending: list[jax.Array] = []
 
     def place_weight(self, weight: Lazy, axes: Axes) -> Weight:
-        """A parameter; payload and scale of a packed one have the same logical axes."""
+        """A parameter; each part of a packed one with its own logical axes."""
         if not isinstance(weight, LazyQuant):
             return self.place(weight, axes)
-        return QuantTensor(self.place(weight.payload, axes), self.place(weight.scale, axes), weight.block)
+        return QuantTensor(
+            payload=self.place(weight.payload, axes),
+            scale=self.place(weight.scale, axes),
+            format=weight.format,
+            global_scale=None if weight.global_scale is None else self.place(weight.global_scale, axes[:-2]),
+            input_scale=None if weight.input_scale is None else self.place(weight.input_scale, axes[:-2]),
+        )
 
     def place(self, array: LazyArray, axes: Axes) -> jax.Array:
         """The whole array, spread as `axes` say.

@@ -5,16 +5,26 @@ q_proj, o_proj, norms, gate, bias   one tensor each, per layer
 k_proj, v_proj, k_norm              one tensor, each head repeated where there are more devices than heads
 experts.w13                         [E, 2, F, D] from w1 (gate) and w3 (up) of every expert
 experts.w2                          [E, D, F] from w2 of every expert
+self_attn.k_scale, v_scale          [] for an FP8 key/value cache, where the checkpoint has them
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 
 from minimax_jax.config import MiniMaxM2Config
 
 IGNORED = "mtp"  # path component of multi-token-prediction modules, which generation does not use
+# Scales of a quantised query or probability; attention computes both in the compute dtype.
+IGNORED_SCALES = ("q_proj.output_scale", "q_proj.q_scale", "self_attn.q_scale", "prob_output_scale")
+
+# Parameter -> the names that a key/value scale has inside `self_attn`: ModelOpt's, Quark's, compressed-tensors', and an
+# older one that stands for both.
+KV_SCALES: dict[str, tuple[str, ...]] = {
+    "k_scale": ("k_proj.k_scale", "k_proj.output_scale", "k_scale", "kv_scale"),
+    "v_scale": ("v_proj.v_scale", "v_proj.output_scale", "v_scale", "kv_scale"),
+}
 
 _V, _D, _E, _F = ("vocab_size",), ("hidden_size",), ("num_local_experts",), ("intermediate_size",)
 _Q = ("num_attention_heads", "head_dim")
@@ -31,6 +41,7 @@ class Rule:
       linear: a linear layer, which a quantised checkpoint holds packed unless its config excludes it.
       packable: a packed source stays packed in memory.
       kv_heads: the first dimension goes by key/value heads.
+      factor: one positive value, of whatever rank.
     """
 
     sources: tuple[str, ...]
@@ -38,6 +49,7 @@ class Rule:
     linear: bool = False
     packable: bool = False
     kv_heads: bool = False
+    factor: bool = False
 
     @property
     def per_expert(self) -> bool:
@@ -88,3 +100,30 @@ def expand(config: MiniMaxM2Config) -> Iterator[tuple[str, Rule, tuple[str, ...]
                 experts = config.num_local_experts if rule.per_expert else 1
                 names = tuple(name.format(i=i, e=e) for e in range(experts) for name in rule.sources)
                 yield path.format(i=i), rule, names
+
+
+def has_kv_scales(tensors: Collection[str]) -> bool:
+    """Whether a checkpoint brings scales for an FP8 key/value cache, for any layer."""
+    return bool(_kv_scales(tensors))
+
+
+def expand_kv_scales(config: MiniMaxM2Config, tensors: Collection[str]) -> Iterator[tuple[str, Rule, tuple[str, ...]]]:
+    """As `expand`, for the key/value scales: each under the name that it has, or under the one it has elsewhere."""
+    there_are = {name.rpartition(".self_attn.")[2] for name in _kv_scales(tensors)}
+    usual = {
+        parameter: next((name for name in spellings if name in there_are), spellings[0])
+        for parameter, spellings in KV_SCALES.items()
+    }
+    for i in range(config.num_hidden_layers):
+        for parameter, spellings in KV_SCALES.items():
+            prefix = f"model.layers.{i}.self_attn"
+            there = [name for name in spellings if f"{prefix}.{name}" in tensors]
+            names = tuple(f"{prefix}.{name}" for name in there or (usual[parameter],))
+            yield f"layers.{i}.self_attn.{parameter}", Rule(names, (), factor=True), names
+
+
+def _kv_scales(tensors: Collection[str]) -> list[str]:
+    """The names that are key/value scales of the model's own layers."""
+    suffixes = tuple(f".self_attn.{name}" for names in KV_SCALES.values() for name in names)
+    found = [name for name in tensors if name.endswith(suffixes)]
+    return [name for name in found if name.startswith("model.layers.") and IGNORED not in name.split(".")]

@@ -6,21 +6,22 @@ import dataclasses
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Executor
-from typing import Any, cast
 
 import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
+from minimax_jax.checkpoint.build import Builder, local_shape
 from minimax_jax.checkpoint.coverage import check_config, check_missing, check_unused, find_ignored
 from minimax_jax.checkpoint.formats import Stored, find_stored
-from minimax_jax.checkpoint.lazy import Dequantized, Lazy, LazyArray, LazyQuant, Stack, astype, regrid, repeat_heads
-from minimax_jax.checkpoint.name_map import Rule, expand
-from minimax_jax.checkpoint.safetensors_index import DTYPES, Checkpoint, TensorInfo, name_some
+from minimax_jax.checkpoint.lazy import Lazy, LazyArray, LazyQuant, Tensor
+from minimax_jax.checkpoint.name_map import expand, expand_kv_scales, has_kv_scales
+from minimax_jax.checkpoint.safetensors_index import Checkpoint, name_some
+from minimax_jax.checkpoint.scales import Scale, check_scale
 from minimax_jax.config import MiniMaxM2Config, Parallelism
-from minimax_jax.errors import CheckpointError, ConfigError
+from minimax_jax.errors import ConfigError
 from minimax_jax.parameters import ParameterSpec
-from minimax_jax.sharding import DATA, MODEL, Axes, partition_spec
+from minimax_jax.sharding import Axes
 
 _SCALES_AT_ONCE = 256  # tensors that one thread checks in a row
 
@@ -42,7 +43,7 @@ class LoadPlan:
       specs: parameter path -> shape, logical axes and kind.
       sources: parameter path -> names of the tensors that it is made of; each tensor belongs to one parameter.
       scales: every scale tensor among them.
-      formats: a format's name -> its totals.
+      formats: (group of modules, a format's name) -> its totals.
       ignored: tensors that are known not to belong to the model.
       parallelism: the mesh that block scales and key/value heads are laid out for.
     """
@@ -51,16 +52,16 @@ class LoadPlan:
     weights: Mapping[str, Lazy]
     specs: Mapping[str, ParameterSpec]
     sources: Mapping[str, tuple[str, ...]]
-    scales: tuple[TensorInfo, ...]
-    formats: Mapping[str, FormatTotal]
+    scales: tuple[Scale, ...]
+    formats: Mapping[tuple[str, str], FormatTotal]
     ignored: tuple[str, ...]
     parallelism: Parallelism
 
     def arrays(self) -> Iterable[tuple[LazyArray, Axes]]:
         """Each array that will be in memory, with its logical axes."""
         for path, weight in self.weights.items():
-            for array in (weight.payload, weight.scale) if isinstance(weight, LazyQuant) else (weight,):
-                yield array, self.specs[path].axes
+            axes = self.specs[path].axes
+            yield from weight.arrays(axes) if isinstance(weight, LazyQuant) else [(weight, axes)]
 
     def bytes_per_device(self) -> int:
         """Bytes of weights on each device: payloads and scales, replicated arrays in full."""
@@ -73,22 +74,15 @@ class LoadPlan:
         """Reads every scale, and no weight.
 
         Raises:
-          CheckpointError: a scale is NaN, infinite or negative.
+          CheckpointError: a scale is NaN, infinite or negative, or zero where it scales a whole matrix.
         """
         groups = [self.scales[i : i + _SCALES_AT_ONCE] for i in range(0, len(self.scales), _SCALES_AT_ONCE)]
         for _ in (pool.map if pool else map)(self._check_group, groups):
             pass
 
-    def _check_group(self, infos: Sequence[TensorInfo]) -> None:
-        for info in infos:
-            values = self.checkpoint.read(info.name).astype(np.float32)
-            if values.size and not (values.min() >= 0 and values.max() < np.inf):  # NaN fails both
-                flat = values.reshape(-1)
-                bad = flat[~(np.isfinite(flat) & (flat >= 0))]
-                raise CheckpointError(
-                    f"{info} holds {bad[0]} ({bad.size} such of {flat.size} scales), expected finite values from 0; "
-                    "the file is damaged"
-                )
+    def _check_group(self, scales: Sequence[Scale]) -> None:
+        for scale in scales:
+            check_scale(scale, self.checkpoint.read(scale.info.name))
 
 
 def plan_parameters(
@@ -97,127 +91,91 @@ def plan_parameters(
     specs: Mapping[str, ParameterSpec],
     parallelism: Parallelism,
     dtype: DTypeLike,
+    *,
+    emulate_activation_quant: bool = False,
 ) -> LoadPlan:
     """Matches tensors and parameters one to one, reading none.
 
     Args:
-      specs: every parameter of the model by path.
+      specs: every parameter of the model by path, key/value scales among them where `has_kv_scales` says so.
       dtype: the compute dtype; a plain weight stays as it is where it is bfloat16, and is cast to this otherwise.
+      emulate_activation_quant: keep what the config declares of each input's quantisation, and its static scales.
 
     Raises:
       CheckpointError: a tensor is missing, left over, of another shape than `config` says, or stored in a way that
         cannot be read.
-      ConfigError: a dimension cannot be cut evenly over the mesh.
+      ConfigError: a dimension cannot be cut evenly over the mesh, or an input's quantisation cannot be emulated.
     """
     entries = {path: (rule, names) for path, rule, names in expand(config)}
+    if has_kv_scales(checkpoint.tensors):
+        entries |= {path: (rule, names) for path, rule, names in expand_kv_scales(config, checkpoint.tensors)}
     if entries.keys() != specs.keys():
         raise ValueError(f"the name map and the model differ in {name_some(sorted(entries.keys() ^ specs.keys()))}")
     ignored = find_ignored(checkpoint)
     check_config(checkpoint, config, entries)
     check_missing(checkpoint, entries, ignored)
-    builder = _Builder(config, parallelism, np.dtype(jnp.dtype(dtype)))
+    builder = Builder(config, parallelism, np.dtype(jnp.dtype(dtype)))
     weights: dict[str, Lazy] = {}
     stored: dict[str, list[Stored]] = {}
     for path, (rule, names) in entries.items():
-        infos = [checkpoint.tensors[name] for name in names]
-        stored[path] = [find_stored(checkpoint, info, config.quantization, rule.linear) for info in infos]
-        weights[path] = builder.build(rule, specs[path], stored[path])
+        if rule.factor:
+            stored[path] = [_factor(checkpoint, names[0])]
+        else:
+            stored[path] = [
+                find_stored(checkpoint, name, config.quantization, rule.linear, emulate_activation_quant)
+                for name in names
+            ]
+        weights[path] = builder.build(path, rule, specs[path], stored[path])
         if weights[path].shape != specs[path].shape:
             raise ValueError(f"the name map gives {path} {weights[path].shape}, the model {specs[path].shape}")
     sources = {path: tuple(info.name for part in parts for info in part.infos) for path, parts in stored.items()}
     check_unused(checkpoint, sources, ignored)
-    every = [part for parts in stored.values() for part in parts]
+    quantised = [weight for weight in weights.values() if isinstance(weight, LazyQuant)]
+    if emulate_activation_quant and not any(weight.format.activation for weight in quantised):
+        raise ConfigError(
+            "emulate_activation_quant: the checkpoint's quantization_config declares no quantised activations; "
+            "leave the option off"
+        )
+    # One scale may stand for two parameters, and is checked once.
+    scales = {scale.info.name: scale for parts in stored.values() for part in parts for scale in part.scales}
     return LoadPlan(
         checkpoint=checkpoint,
         weights=weights,
         specs=dict(specs),
         sources=sources,
-        scales=tuple(info for part in every for info in part.infos[1:]),
-        formats=_totals(every),
+        scales=tuple(scales.values()),
+        formats=_totals(stored),
         ignored=ignored,
         parallelism=parallelism,
     )
 
 
-def parts_of(axes: Axes, parallelism: Parallelism) -> tuple[int, ...]:
-    """Over how many devices each dimension is spread."""
-    sizes = {None: 1, DATA: parallelism.data, MODEL: parallelism.model}
-    return tuple(sizes[axis] for axis in partition_spec(axes, parallelism))
+def _factor(checkpoint: Checkpoint, name: str) -> Stored:
+    """One value that stands for itself, such as a key/value scale."""
+    info = checkpoint.tensors[name]
+    return Stored((info,), Tensor(checkpoint, info, ()), info.dtype, (Scale(info, "positive"),))
 
 
-def local_shape(shape: tuple[int, ...], axes: Axes, parallelism: Parallelism) -> tuple[int, ...]:
-    """A device's part of an array.
-
-    Raises:
-      ConfigError: a dimension cannot be cut evenly.
-    """
-    parts = parts_of(axes, parallelism)
-    for size, axis, count in zip(shape, axes, parts, strict=True):
-        if size % count:
-            raise ConfigError(f"{axis} of {size} cannot be cut evenly over {count} devices; lower tensor_parallel_size")
-    return tuple(size // count for size, count in zip(shape, parts, strict=True))
-
-
-@dataclasses.dataclass(frozen=True)
-class _Builder:
-    """Puts a parameter together from its stored tensors."""
-
-    config: MiniMaxM2Config
-    parallelism: Parallelism
-    dtype: np.dtype[Any]
-
-    def build(self, rule: Rule, spec: ParameterSpec, stored: Sequence[Stored]) -> Lazy:
-        """The parameter, packed where all of its tensors are and it may be."""
-        local_shape(spec.shape, spec.axes, self.parallelism)
-        packed = [part for part in stored if isinstance(part.value, LazyQuant)]
-        if packed and rule.packable and spec.kind == "matrix":
-            if len(packed) < len(stored):
-                plain = next(part for part in stored if part not in packed)
-                raise CheckpointError(
-                    f"{packed[0].infos[0]} is packed, {plain.infos[0]} is not; the experts of a layer share one format"
-                )
-            return self._packed(rule, spec, [cast(LazyQuant, part.value) for part in packed])
-        dtype = DTYPES["F32"] if spec.kind == "float32" else self._plain_dtype(stored)
-        values = [
-            Dequantized(part.value, dtype) if isinstance(part.value, LazyQuant) else astype(part.value, dtype)
-            for part in stored
-        ]
-        return self._arrange(rule, values, self.config.head_dim)
-
-    def _packed(self, rule: Rule, spec: ParameterSpec, parts: Sequence[LazyQuant]) -> LazyQuant:
-        """One block for the whole parameter: it divides every source's block, and a device's part of a cut axis."""
-        matrix = parts[0].shape
-        local = local_shape(spec.shape, spec.axes, self.parallelism)[-2:]
-        counts = parts_of(spec.axes, self.parallelism)[-2:]
-        rows, cols = (
-            math.gcd(*(part.block[axis] for part in parts), *((local[axis],) if counts[axis] > 1 else ()))
-            for axis in (0, 1)
-        )
-        scales = [regrid(part.scale, part.block, (rows, cols), (matrix[0], matrix[1])) for part in parts]
-        payload = self._arrange(rule, [part.payload for part in parts], self.config.head_dim)
-        return LazyQuant(payload, self._arrange(rule, scales, self.config.head_dim // rows), (rows, cols))
-
-    def _arrange(self, rule: Rule, arrays: Sequence[LazyArray], head: int) -> LazyArray:
-        """Stacks experts, or repeats key/value heads of `head` rows."""
-        if rule.per_expert:
-            each = len(rule.sources)
-            experts = [Stack(arrays[e : e + each]) for e in range(0, len(arrays), each)] if each > 1 else arrays
-            return Stack(experts)
-        if not rule.kv_heads:
-            return arrays[0]
-        heads = self.config.num_key_value_heads
-        return repeat_heads(arrays[0], head, self.config.num_kv_heads_on(self.parallelism) // heads)
-
-    def _plain_dtype(self, stored: Sequence[Stored]) -> np.dtype[Any]:
-        """bfloat16 where all tensors have it, so that nothing is widened in memory; the compute dtype otherwise."""
-        bfloat16 = DTYPES["BF16"]
-        same = all(isinstance(part.value, LazyArray) and part.value.dtype == bfloat16 for part in stored)
-        return bfloat16 if same else self.dtype
-
-
-def _totals(stored: Iterable[Stored]) -> dict[str, FormatTotal]:
-    totals: dict[str, FormatTotal] = {}
-    for part in stored:
-        before = totals.get(part.label, FormatTotal(0, 0))
-        totals[part.label] = FormatTotal(before.tensors + 1, before.bytes + sum(info.nbytes for info in part.infos))
+def _totals(stored: Mapping[str, Sequence[Stored]]) -> dict[tuple[str, str], FormatTotal]:
+    """A total for each format in each group of modules; a scale counts with its weight."""
+    totals: dict[tuple[str, str], FormatTotal] = {}
+    for path, parts in stored.items():
+        for part in parts:
+            key = (_group(path), part.label)
+            before = totals.get(key, FormatTotal(0, 0))
+            size = sum(info.nbytes for info in part.infos)
+            totals[key] = FormatTotal(before.tensors + 1, before.bytes + size)
     return totals
+
+
+def _group(path: str) -> str:
+    """The kind of module that a parameter belongs to."""
+    if ".experts." in path:
+        return "experts"
+    if ".block_sparse_moe." in path:
+        return "router"
+    if "norm" in path:
+        return "norms"
+    if path.endswith(("k_scale", "v_scale")):
+        return "kv scales"
+    return "attention" if ".self_attn." in path else path.removesuffix(".weight")

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -13,15 +14,40 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from minimax_jax.cache import PAGE_SIZE, abstract_cache, cache_axes
 from minimax_jax.config import MiniMaxM2Config, Parallelism
+from minimax_jax.errors import ConfigError
 from minimax_jax.generation import loop
 from minimax_jax.generation.limits import MAX_STOP_IDS
 from minimax_jax.generation.loop import Rows, Settings
 from minimax_jax.generation.sampling import Sampling
-from minimax_jax.model import Weights, abstract_parameters
-from minimax_jax.sharding import partition_spec, shard_map
-from pallas_kernels.quant import QuantTensor
+from minimax_jax.model import abstract_parameters, has_kv_scales
+from minimax_jax.parameters import ParameterSpec
+from minimax_jax.sharding import Axes, partition_spec, shard_map
+from pallas_kernels.quant import (
+    PAYLOAD_DTYPES,
+    SCALE_DTYPES,
+    Format,
+    FormatName,
+    QuantTensor,
+    Weight,
+    codes_per_element,
+)
 
 Jitted = Callable[..., Any]
+
+WEIGHT_FORMATS = ("bfloat16", "float32", "fp8", "mxfp8", "mxfp4", "nvfp4")
+_BLOCKS: Mapping[FormatName, tuple[int, int]] = {
+    "fp8": (128, 128),
+    "mxfp8": (1, 32),
+    "mxfp4": (1, 32),
+    "nvfp4": (1, 16),
+}
+# Which parameters a published checkpoint of a format holds packed.
+_PACKED_PARTS: Mapping[str, tuple[str, ...]] = {
+    "fp8": ("_proj.", ".experts."),
+    "mxfp8": ("_proj.", ".experts."),
+    "mxfp4": (".experts.",),
+    "nvfp4": (".experts.",),
+}
 
 
 class Programs:
@@ -30,11 +56,12 @@ class Programs:
     Shapes follow the arguments; with one batch size and one chunk each program compiles once.
     """
 
-    def __init__(self, settings: Settings, mesh: Mesh) -> None:
+    def __init__(self, settings: Settings, mesh: Mesh, weights: Mapping[str, Weight]) -> None:
+        """`weights`, which may be abstract, say by their structure what the programs take."""
         self.settings, self.mesh = settings, mesh
         p = settings.parallelism
-        specs = abstract_parameters(settings.config, p)
-        weights = {path: partition_spec(spec.axes, p) for path, spec in specs.items()}
+        axes_of = abstract_parameters(settings.config, p, kv_scales=has_kv_scales(weights))
+        placed = {path: weight_specs(weights[path], spec.axes, p) for path, spec in axes_of.items()}
         cache = jax.tree.map(
             lambda axes: partition_spec(axes, p), cache_axes(settings.config.num_hidden_layers), is_leaf=is_axes
         )
@@ -51,11 +78,11 @@ class Programs:
 
         bind = functools.partial
         self.prefill = compile_(
-            bind(loop.prefill, settings), (weights, cache, rows, rows, rows, rows), (cache, rows), (1, 5)
+            bind(loop.prefill, settings), (placed, cache, rows, rows, rows, rows), (cache, rows), (1, 5)
         )
-        self.all_logits = compile_(bind(loop.all_logits, settings), (weights, cache, rows, rows), (cache, rows), (1,))
+        self.all_logits = compile_(bind(loop.all_logits, settings), (placed, cache, rows, rows), (cache, rows), (1,))
         self.first_token = compile_(loop.first_token, (rows, rows, rows), (rows, rows), ())
-        self.decode = compile_(bind(loop.decode, settings), (weights, cache, rows, rows), (cache, rows, rows), (1,))
+        self.decode = compile_(bind(loop.decode, settings), (placed, cache, rows, rows), (cache, rows, rows), (1,))
 
     def _shardings(self, specs: Any) -> Any:
         is_spec = lambda node: isinstance(node, PartitionSpec)  # noqa: E731
@@ -83,9 +110,10 @@ def abstract_programs(
     """Prefill and decode with abstract arguments, to compile without a device or a weight.
 
     Args:
-      weight_format: "bfloat16", "float32", or "fp8" for attention and experts in 128 x 128 blocks.
+      weight_format: one of WEIGHT_FORMATS.
     """
-    programs = Programs(Settings(config, parallelism, dtype, steps), mesh)
+    weights = abstract_weights(config, parallelism, mesh, weight_format)
+    programs = Programs(Settings(config, parallelism, dtype, steps), mesh, weights)
     cache = abstract_cache(config, parallelism, max_num_seqs=max_num_seqs, max_model_len=max_model_len, dtype=dtype)
     axes = cache_axes(config.num_hidden_layers)
 
@@ -93,7 +121,6 @@ def abstract_programs(
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=NamedSharding(mesh, spec))
 
     cache = jax.tree.map(lambda leaf, a: place(leaf, partition_spec(a, parallelism)), cache, axes, is_leaf=is_axes)
-    weights = _abstract_weights(config, parallelism, mesh, weight_format)
     row_spec = partition_spec(("batch",), parallelism)
 
     def rows(*shape: int, dtype: Any = jnp.int32) -> Any:
@@ -116,23 +143,63 @@ def abstract_programs(
     }
 
 
-def _abstract_weights(config: MiniMaxM2Config, parallelism: Parallelism, mesh: Mesh, weight_format: str) -> Weights:
-    def abstract(path: str, spec: Any) -> Any:
-        sharding = NamedSharding(mesh, partition_spec(spec.axes, parallelism))
-        if spec.kind == "float32":
-            return jax.ShapeDtypeStruct(spec.shape, jnp.float32, sharding=sharding)
-        packed = weight_format == "fp8" and spec.kind == "matrix" and path.startswith("layers.")
+def abstract_weights(
+    config: MiniMaxM2Config, parallelism: Parallelism, mesh: Mesh, weight_format: str = "bfloat16"
+) -> dict[str, Weight]:
+    """The shapes of a published checkpoint's weights, placed on `mesh`.
+
+    FP8 (128 x 128 blocks) and MXFP8 hold attention and experts packed, MXFP4 and NVFP4 the experts; the rest is
+    bfloat16 and the router float32.
+
+    Raises:
+      ConfigError: no such format.
+    """
+    if weight_format not in WEIGHT_FORMATS:
+        raise ConfigError(f"weight format {weight_format!r} is unknown; expected one of {', '.join(WEIGHT_FORMATS)}")
+
+    def place(shape: tuple[int, ...], dtype: Any, axes: Axes) -> Any:
+        sharding = NamedSharding(mesh, partition_spec(axes, parallelism))
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
+
+    def abstract(path: str, spec: ParameterSpec) -> Weight:
+        packed = spec.kind == "matrix" and any(part in path for part in _PACKED_PARTS.get(weight_format, ()))
         if not packed:
-            dtype = jnp.float32 if weight_format == "float32" else jnp.bfloat16
-            return jax.ShapeDtypeStruct(spec.shape, dtype, sharding=sharding)
-        local = sharding.shard_shape(spec.shape)[-2:]
-        block = (math.gcd(128, local[0]), math.gcd(128, local[1]))
-        grid = tuple(-(-size // b) for size, b in zip(spec.shape[-2:], block, strict=True))
-        payload = jax.ShapeDtypeStruct(spec.shape, jnp.float8_e4m3fn, sharding=sharding)
-        scale = jax.ShapeDtypeStruct((*spec.shape[:-2], *grid), jnp.float32, sharding=sharding)
-        return QuantTensor(payload, scale, block)  # type: ignore[arg-type]
+            wide = spec.kind == "float32" or weight_format == "float32"
+            return place(spec.shape, jnp.float32 if wide else jnp.bfloat16, spec.axes)
+        name = cast(FormatName, weight_format)
+        sharding = NamedSharding(mesh, partition_spec(spec.axes, parallelism))
+        counts = [whole // part for whole, part in zip(spec.shape, sharding.shard_shape(spec.shape), strict=True)]
+        block = tuple(
+            math.gcd(size, whole // count) if count > 1 else min(size, whole)
+            for size, whole, count in zip(_BLOCKS[name], spec.shape[-2:], counts[-2:], strict=True)
+        )
+        format, dtype = Format(name, (block[0], block[1])), jnp.dtype(PAYLOAD_DTYPES[name])
+        *lead, rows, cols = spec.shape
+        grid = (*lead, -(-rows // block[0]), -(-cols // block[1]))
+        return QuantTensor(
+            payload=place((*lead, rows, cols // codes_per_element(dtype)), dtype, spec.axes),
+            scale=place(grid, SCALE_DTYPES[name], spec.axes),
+            format=format,
+            global_scale=place(tuple(lead), jnp.float32, spec.axes[:-2]) if name == "nvfp4" else None,
+        )
 
     return {path: abstract(path, spec) for path, spec in abstract_parameters(config, parallelism).items()}
+
+
+def weight_specs(weight: Weight, axes: Axes, parallelism: Parallelism) -> Any:
+    """The PartitionSpec of each array of a weight: its own axes, and for one value a matrix those of the stack."""
+    whole = partition_spec(axes, parallelism)
+    if not isinstance(weight, QuantTensor):
+        return whole
+    stack: Any = partition_spec(axes[:-2], parallelism)
+    spec: Any = whole
+    return dataclasses.replace(
+        weight,
+        payload=spec,
+        scale=spec,
+        global_scale=None if weight.global_scale is None else stack,
+        input_scale=None if weight.input_scale is None else stack,
+    )
 
 
 def is_axes(node: Any) -> bool:

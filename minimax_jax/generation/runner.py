@@ -72,7 +72,7 @@ class Runner:
         cache_dtype: jnp.dtype,
         chunk: int,
     ) -> None:
-        self.programs = Programs(settings, mesh)
+        self.programs = Programs(settings, mesh, weights)
         self.weights, self.mesh, self.settings = weights, mesh, settings
         self.max_num_seqs, self.max_model_len, self.chunk = max_num_seqs, max_model_len, chunk
         self._cache_dtype = cache_dtype

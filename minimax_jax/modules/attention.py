@@ -9,6 +9,7 @@ from minimax_jax.cache import LayerCache
 from minimax_jax.config import MiniMaxM2Config, Parallelism
 from minimax_jax.modules.linear import Linear
 from minimax_jax.modules.norms import HeadsNorm, norm_q_and_k
+from minimax_jax.modules.parameter import declare
 from minimax_jax.modules.rope import apply_rope
 from minimax_jax.modules.step import Step
 from minimax_jax.parameters import ParameterSpec
@@ -23,7 +24,7 @@ class Attention(nnx.Module):
     of them, side by side with the query heads that read it.
     """
 
-    def __init__(self, config: MiniMaxM2Config, parallelism: Parallelism) -> None:
+    def __init__(self, config: MiniMaxM2Config, parallelism: Parallelism, kv_scales: bool = False) -> None:
         D, h = config.hidden_size, config.head_dim
         q_rows, kv_rows = config.num_attention_heads * h, config.num_kv_heads_on(parallelism) * h
         self.q_proj = Linear(ParameterSpec((q_rows, D), ("heads", "hidden")))
@@ -33,6 +34,9 @@ class Attention(nnx.Module):
         self.q_norm = HeadsNorm(q_rows, "heads", config.rms_norm_eps)
         self.k_norm = HeadsNorm(kv_rows, "kv_heads", config.rms_norm_eps)
         self.head_dim = h
+        if kv_scales:  # of the checkpoint, for an FP8 cache; a wider one needs none
+            self.k_scale = declare(ParameterSpec((), (), "float32"))
+            self.v_scale = declare(ParameterSpec((), (), "float32"))
 
     def __call__(self, x: jax.Array, cache: LayerCache, step: Step) -> tuple[jax.Array, LayerCache]:
         """x [B, T, D] -> ([B, T, D], the cache with the new tokens)."""

@@ -16,9 +16,9 @@ from minimax_jax.modules.step import Step
 class DecoderLayer(nnx.Module):
     """Pre-norm, residual in the compute dtype. Source: transformers `MiniMaxM2DecoderLayer`."""
 
-    def __init__(self, config: MiniMaxM2Config, parallelism: Parallelism) -> None:
+    def __init__(self, config: MiniMaxM2Config, parallelism: Parallelism, kv_scales: bool = False) -> None:
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.self_attn = Attention(config, parallelism)
+        self.self_attn = Attention(config, parallelism, kv_scales)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.block_sparse_moe = SparseMoeBlock(config, parallelism)
 

@@ -10,8 +10,10 @@ import numpy as np
 import pytest
 
 from minimax_jax.checkpoint import Checkpoint, open_checkpoint
+from minimax_jax.checkpoint.formats import find_stored
 from minimax_jax.checkpoint.lazy import Dequantized, LazyArray, LazyQuant, Stack, Tensor, astype, regrid, repeat_heads
-from tests.checkpoint.tiny_checkpoint import BF16, FP8, Tensors, write_file
+from pallas_kernels.quant import Format
+from tests.checkpoint.tiny_checkpoint import BF16, FP8, LAYOUTS, Tensors, decode, pack_module, write_file
 
 
 @pytest.fixture
@@ -124,6 +126,28 @@ def test_regrid_reads_only_its_scales(checkpoint: Checkpoint, tensor: Callable[[
 def test_dequantized(tensor: Callable[[str], LazyArray], tensors: Tensors) -> None:
     scale = np.repeat(np.repeat(tensors["scales"], 4, axis=0), 6, axis=1)[:, :10]
     values = tensors["packed"].astype(np.float32) * scale
-    packed = LazyQuant(tensor("packed"), tensor("scales"), (4, 6))
+    packed = LazyQuant(tensor("packed"), tensor("scales"), Format("fp8", (4, 6)))
     check_every_part(Dequantized(packed, np.dtype(np.float32)), values)
     check_every_part(Dequantized(packed, BF16), values.astype(BF16))
+
+
+@pytest.mark.parametrize("layout", list(LAYOUTS))
+def test_dequantized_layouts(tmp_path: Path, seed: int, layout: str) -> None:
+    """Every part of 6 x 48, odd columns and cut blocks among them."""
+    tensors = pack_module("m", layout, (6, 48), np.random.default_rng(seed))
+    write_file(tmp_path / "model.safetensors", tensors)
+    packed = find_stored(open_checkpoint(tmp_path), "m.weight", None, linear=True).value
+    assert isinstance(packed, LazyQuant)
+    values = decode(tensors, "m.weight")
+    check_every_part(Dequantized(packed, np.dtype(np.float32)), values)
+    check_every_part(Dequantized(packed, BF16), values.astype(BF16))
+
+
+def test_stack_of_scalars(tmp_path: Path) -> None:
+    """A scalar of an array is a copy to numpy, not a part of it."""
+    write_file(tmp_path / "model.safetensors", {f"s{i}": np.float32(i).reshape(()) for i in range(4)})
+    checkpoint = open_checkpoint(tmp_path)
+    scalars = [Tensor(checkpoint, checkpoint.tensors[f"s{i}"]) for i in range(4)]
+    stack = Stack([Stack(scalars[:2]), Stack(scalars[2:])])
+    np.testing.assert_array_equal(stack.read(), [[0, 1], [2, 3]])
+    np.testing.assert_array_equal(stack.read((slice(1, 2), slice(1, 2))), [[3]])

@@ -19,22 +19,29 @@ from jax.sharding import Mesh
 from minimax_jax import progress
 from minimax_jax.checkpoint import LazyQuant, LoadPlan, load_parameters, open_checkpoint
 from minimax_jax.checkpoint.safetensors_index import DTYPES
-from minimax_jax.config import MiniMaxM2Config, Parallelism, load_config
+from minimax_jax.config import MiniMaxM2Config, Parallelism, QuantizationConfig, load_config
 from minimax_jax.errors import CheckpointError
 from minimax_jax.sharding import make_mesh, named_sharding
-from pallas_kernels.quant import QuantTensor, Weight
+from pallas_kernels.quant import PAYLOAD_DTYPES, SCALE_DTYPES, Format, QuantTensor, Weight, codes_per_element
 from tests.checkpoint.tiny_checkpoint import (
     BF16,
+    E2M1,
     FP8_BLOCK,
+    LAYOUTS,
     Tensors,
+    decode,
+    pack,
     plan_of,
+    quantization_of,
     random_tensors,
     read_index,
     shapes_of,
     tiny_config,
+    unpack,
     write_checkpoint,
     write_file,
 )
+from tests.checkpoints import NAMES
 
 MESHES = [(1, 1), (1, 8), (2, 4)]
 PLACEMENTS = ["tensor", "expert"]
@@ -48,24 +55,6 @@ def load(plan: LoadPlan) -> dict[str, Weight]:
     return load_parameters(plan, plan.specs, mesh_of(plan), plan.parallelism)
 
 
-def decode(tensors: Tensors, name: str, block: tuple[int, int] = (128, 128)) -> np.ndarray:
-    """A tensor's values; a packed one by its scales, a block at a time."""
-    scale = tensors.get(name + "_scale_inv")
-    if scale is None:
-        return tensors[name]
-    values = tensors[name].astype(np.float32)
-    scale = scale.reshape(-1, 1) if scale.ndim < 2 else scale
-    rows, cols = block
-    if scale.size == 1:
-        rows, cols = values.shape
-    elif scale.shape == (values.shape[0], 1):
-        rows, cols = 1, values.shape[1]
-    for r in range(scale.shape[0]):
-        for c in range(scale.shape[1]):
-            values[r * rows : (r + 1) * rows, c * cols : (c + 1) * cols] *= scale[r, c]
-    return values
-
-
 def expected_values(config: MiniMaxM2Config, tensors: Tensors, parallelism: Parallelism) -> dict[str, np.ndarray]:
     """Each parameter as one array, put together by hand."""
     heads = max(config.num_key_value_heads, parallelism.model)
@@ -77,12 +66,16 @@ def expected_values(config: MiniMaxM2Config, tensors: Tensors, parallelism: Para
 
     expected = {}
     for name in tensors:
+        name = name.removesuffix("_packed")
         path = name.removeprefix("model.")
-        if ".experts." in name or "_scale" in name:
+        if ".experts." in name or "_scale" in name.rpartition(".")[2]:
             continue
         values = decode(tensors, name)
         expected[path] = repeated(values) if re.search(r"k_proj|v_proj|k_norm", name) else values
     for i in range(config.num_hidden_layers):
+        for part in "kv":
+            scale = tensors.get(f"model.layers.{i}.self_attn.{part}_proj.{part}_scale")
+            expected |= {} if scale is None else {f"layers.{i}.self_attn.{part}_scale": scale}
         prefix = f"model.layers.{i}.block_sparse_moe.experts"
         w13, w2 = [], []
         for e in range(config.num_local_experts):
@@ -93,30 +86,44 @@ def expected_values(config: MiniMaxM2Config, tensors: Tensors, parallelism: Para
     return expected
 
 
-def decode_local(payload: np.ndarray, scale: np.ndarray, block: tuple[int, int]) -> np.ndarray:
+def decode_local(
+    payload: np.ndarray, scale: np.ndarray, format: Format, global_scale: np.ndarray | None = None
+) -> np.ndarray:
     """`QuantTensor`'s own rule in numpy, which compiles nothing."""
-    rows, cols = payload.shape[-2:]
+    values = E2M1[unpack(payload.view(np.uint8))] if payload.dtype == np.uint32 else payload.astype(np.float32)
+    rows, cols = values.shape[-2:]
+    block = format.block
     assert scale.shape[-2:] == (-(-rows // block[0]), -(-cols // block[1])), "just the scales of its own blocks"
-    each = scale[..., np.arange(rows)[:, None] // block[0], np.arange(cols) // block[1]]
-    return payload.astype(np.float32) * each
+    each = np.exp2(scale.astype(np.float32) - 127) if scale.dtype == np.uint8 else scale.astype(np.float32)
+    if global_scale is not None:
+        whole = global_scale[..., None, None]
+        each = each / whole if format.global_divides else each * whole
+    return values * each[..., np.arange(rows)[:, None] // block[0], np.arange(cols) // block[1]]
 
 
 def decode_weight(weight: Weight) -> np.ndarray:
     """A whole parameter's values."""
     if isinstance(weight, jax.Array):
         return np.asarray(weight)
-    return decode_local(np.asarray(weight.payload), np.asarray(weight.scale), weight.block)
+    whole = None if weight.global_scale is None else np.asarray(weight.global_scale)
+    return decode_local(np.asarray(weight.payload), np.asarray(weight.scale), weight.format, whole)
 
 
 def local_parts(weight: Weight) -> Iterator[tuple[tuple[slice, ...], np.ndarray]]:
-    """What each device holds, decoded from its own payload and scales alone."""
+    """What each device holds, decoded from its own payload and scales alone; the slices are the payload's."""
     if isinstance(weight, jax.Array):
         for shard in weight.addressable_shards:
             yield shard.index, np.asarray(shard.data)
         return
     scales = {shard.device: np.asarray(shard.data) for shard in weight.scale.addressable_shards}
+    factors: dict[jax.Device, np.ndarray | None] = dict.fromkeys(scales)
+    if weight.global_scale is not None:
+        factors |= {shard.device: np.asarray(shard.data) for shard in weight.global_scale.addressable_shards}
     for shard in weight.payload.addressable_shards:
-        yield shard.index, decode_local(np.asarray(shard.data), scales[shard.device], weight.block)
+        cols, each = shard.index[-1], codes_per_element(weight.payload.dtype)
+        cols = slice(*(None if bound is None else bound * each for bound in (cols.start, cols.stop)))
+        part = decode_local(np.asarray(shard.data), scales[shard.device], weight.format, factors[shard.device])
+        yield (*shard.index[:-1], cols), part
 
 
 def check(weights: Mapping[str, Weight], expected: Mapping[str, np.ndarray], plan: LoadPlan) -> None:
@@ -126,9 +133,10 @@ def check(weights: Mapping[str, Weight], expected: Mapping[str, np.ndarray], pla
     for path, weight in weights.items():
         values = expected[path]
         assert weight.shape == plan.specs[path].shape == values.shape
-        for array in (weight.payload, weight.scale) if isinstance(weight, QuantTensor) else (weight,):
+        axes = plan.specs[path].axes
+        for array in jax.tree.leaves(weight):
             assert len(array.sharding.device_set) == devices
-            sharding = named_sharding(mesh_of(plan), plan.specs[path].axes, plan.parallelism)
+            sharding = named_sharding(mesh_of(plan), axes if array.ndim == len(axes) else axes[:-2], plan.parallelism)
             assert array.sharding.is_equivalent_to(sharding, array.ndim)
         count = 0
         for index, part in local_parts(weight):
@@ -148,7 +156,7 @@ def read_with_the_library(directory: Path) -> Tensors:
 
 @pytest.mark.parametrize("experts", PLACEMENTS)
 @pytest.mark.parametrize("mesh", MESHES)
-@pytest.mark.parametrize("name", ["m2-bf16", "m2-fp8-block"])
+@pytest.mark.parametrize("name", NAMES)
 def test_published_layouts(shared: Path, name: str, mesh: tuple[int, int], experts: str) -> None:
     directory = shared / "data" / "checkpoints" / name
     config = load_config(directory)
@@ -159,16 +167,60 @@ def test_published_layouts(shared: Path, name: str, mesh: tuple[int, int], exper
     gate = weights["layers.2.block_sparse_moe.gate.weight"]
     assert isinstance(gate, jax.Array)
     assert gate.dtype == jnp.float32
+    assert isinstance(weights["layers.2.self_attn.q_proj.weight"], QuantTensor) == (name == "m2-fp8-block")
     if name == "m2-bf16":
         assert isinstance(w2, jax.Array)
         assert w2.dtype == jnp.bfloat16
         return
     assert isinstance(w2, QuantTensor)
-    assert w2.payload.dtype == jnp.float8_e4m3fn
-    assert w2.scale.dtype == jnp.float32
-    # 768 columns over 8 devices are 96 each: blocks of 128 are cut into blocks of 32; over 4 they are 192: 64.
+    assert w2.format.activation is None
+    assert w2.input_scale is None
+    assert w2.payload.dtype == PAYLOAD_DTYPES[w2.format.name]
+    assert w2.scale.dtype == SCALE_DTYPES[w2.format.name]
+    assert w2.format.global_divides == (name == "m2-nvfp4-ct")
+    # 768 columns over 8 devices are 96 each: FP8 blocks of 128 are cut into blocks of 32; over 4 they are 192: 64.
     cut = {("tensor", 8): 32, ("tensor", 4): 64}
-    assert w2.block == (128, cut.get((experts, mesh[1]), 128))
+    block = {"fp8": (128, cut.get((experts, mesh[1]), 128)), "mxfp4": (1, 32), "nvfp4": (1, 16)}
+    assert w2.format.block == block[w2.format.name]
+
+
+@pytest.mark.parametrize("experts", PLACEMENTS)
+@pytest.mark.parametrize("mesh", [(1, 1), (1, 2), (2, 4), (1, 8), (1, 16)])
+@pytest.mark.parametrize("layout", list(LAYOUTS))
+def test_every_layout_on_meshes(tmp_path: Path, seed: int, layout: str, mesh: tuple[int, int], experts: str) -> None:
+    """Width 768: 96 columns on each of 8 devices, and 48 on 16, which cuts blocks of 32 into blocks of 16."""
+    config = tiny_config(
+        num_hidden_layers=1,
+        intermediate_size=768,
+        num_attention_heads=16,
+        num_local_experts=16,
+        quantization=quantization_of(layout),
+    )
+    tensors = pack(random_tensors(config, seed), layout, seed)
+    plan = plan_of(write_checkpoint(tmp_path, tensors), config, mesh, experts)
+    weights = load(plan)
+    w13, w2 = (weights[f"layers.0.block_sparse_moe.experts.{name}"] for name in ("w13", "w2"))
+    assert isinstance(w13, QuantTensor)
+    assert isinstance(w2, QuantTensor)
+    name = LAYOUTS[layout][0]
+    cols = 16 if name == "nvfp4" else 32
+    assert w13.format.block == (1, cols)
+    assert w2.format.block == (1, 16 if experts == "tensor" and mesh[1] == 16 else cols)
+    if name == "nvfp4":
+        assert w13.global_scale is not None
+        assert w2.global_scale is not None
+        assert (w13.global_scale.shape, w2.global_scale.shape) == ((16, 2), (16,))
+        assert len(np.unique(np.asarray(w13.global_scale))) == 32
+    check(weights, expected_values(config, tensors, plan.parallelism), plan)
+
+
+@pytest.mark.parametrize("layout", ["mxfp8-vendor", "mxfp4-quark", "nvfp4-ct"])
+def test_packed_attention_and_heads(tmp_path: Path, seed: int, layout: str) -> None:
+    """Key/value heads are repeated with their own block scales; a matrix's one global scale goes to every device."""
+    config = tiny_config(num_hidden_layers=1, head_dim=16, quantization=quantization_of(layout, ("lm_head", "*gate")))
+    tensors = pack(pack(random_tensors(config, seed), layout, seed), layout, seed, "_proj.")
+    plan = plan_of(write_checkpoint(tmp_path, tensors), config, (1, 4))
+    check(load(plan), expected_values(config, tensors, plan.parallelism), plan)
 
 
 @pytest.mark.parametrize(("model", "block"), [(8, 64), (16, 32)])
@@ -188,8 +240,8 @@ def test_width_1536_is_cut_exactly(tmp_path: Path, seed: int, model: int, block:
     w13, w2 = (weights[f"layers.0.block_sparse_moe.experts.{name}"] for name in ("w13", "w2"))
     assert isinstance(w13, QuantTensor)
     assert isinstance(w2, QuantTensor)
-    assert w13.block == (block, 128)
-    assert w2.block == (128, block)
+    assert w13.format.block == (block, 128)
+    assert w2.format.block == (128, block)
     assert w13.scale.shape == (2, 2, 1536 // block, 2)
     assert w2.scale.shape == (2, 2, 1536 // block)
     original = tensors["model.layers.0.block_sparse_moe.experts.1.w3.weight_scale_inv"]
@@ -226,7 +278,7 @@ def test_ragged_blocks_on_a_mesh(tmp_path: Path, seed: int) -> None:
         weights = load(plan)
         w13 = weights["layers.0.block_sparse_moe.experts.w13"]
         assert isinstance(w13, QuantTensor)
-        assert w13.block == (rows, 128)
+        assert w13.format.block == (rows, 128)
         check(weights, expected_values(config, tensors, plan.parallelism), plan)
 
 
@@ -298,9 +350,10 @@ def test_each_device_reads_only_its_part(tmp_path: Path, seed: int, experts: str
     checkpoint = open_checkpoint(write_checkpoint(tmp_path, random_tensors(config, seed, fp8=True)))
     plan = plan_of(checkpoint, config, (1, 8), experts)
     for path, weight in plan.weights.items():
-        sharding = named_sharding(mesh_of(plan), plan.specs[path].axes, plan.parallelism)
-        arrays = (weight.payload, weight.scale) if isinstance(weight, LazyQuant) else (weight,)
-        for number, array in enumerate(arrays):
+        axes = plan.specs[path].axes
+        arrays = weight.arrays(axes) if isinstance(weight, LazyQuant) else [(weight, axes)]
+        for number, (array, axes) in enumerate(arrays):
+            sharding = named_sharding(mesh_of(plan), axes, plan.parallelism)
             indices = sharding.addressable_devices_indices_map(array.shape)
             assert len(indices) == 8
             for index in indices.values():
@@ -334,7 +387,7 @@ def test_bad_scale_stops_before_any_weight(tmp_path: Path, seed: int, wrong: flo
     plan = plan_of(write_checkpoint(tmp_path, tensors), config)
     with pytest.raises(CheckpointError, match=rf"{re.escape(name)}.*\.safetensors"):
         load(plan)
-    assert plan.checkpoint.bytes_read <= sum(info.nbytes for info in plan.scales)
+    assert plan.checkpoint.bytes_read <= sum(scale.info.nbytes for scale in plan.scales)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -357,7 +410,7 @@ def test_dtypes_of_plain_weights(tmp_path: Path, seed: int, saved: np.dtype, dty
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_packed_embedding_and_router_are_decoded(tmp_path: Path, seed: int, dtype: str) -> None:
     """Nothing looks up or routes in FP8: the tensors decide that they are packed, loading unpacks them."""
-    config = tiny_config(num_hidden_layers=1, quantization=FP8_BLOCK)
+    config = tiny_config(num_hidden_layers=1, quantization=QuantizationConfig(quant_method="fp8"))
     tensors = random_tensors(config, seed, fp8=True)
     names = ("embed_tokens.weight", "layers.0.block_sparse_moe.gate.weight")
     for name in (*(f"model.{name}" for name in names), "lm_head.weight"):

@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 
 from minimax_jax.checkpoint import Checkpoint, TensorInfo, open_checkpoint
-from minimax_jax.config import MiniMaxM2Config, Parallelism
+from minimax_jax.config import Parallelism
 from minimax_jax.errors import CheckpointError, ConfigError
 from minimax_jax.model import abstract_parameters
 from tests.checkpoint.tiny_checkpoint import (
     BF16,
     FP8,
     FP8_BLOCK,
-    Tensors,
     is_packed,
+    message,
     plan_of,
     random_tensors,
     shapes_of,
@@ -27,16 +26,6 @@ from tests.checkpoint.tiny_checkpoint import (
 )
 
 EXPERT = "model.layers.1.block_sparse_moe.experts"
-
-
-def message(directory: Path, config: MiniMaxM2Config, tensors: Tensors, **options: Any) -> str:
-    """The one line with which planning fails, and no tensor is read for it."""
-    checkpoint = open_checkpoint(write_checkpoint(directory, tensors))
-    with pytest.raises(CheckpointError) as caught:
-        plan_of(checkpoint, config, **options)
-    assert "\n" not in str(caught.value)
-    assert checkpoint.bytes_read == 0
-    return str(caught.value)
 
 
 def test_specs_are_those_of_the_model() -> None:
@@ -72,7 +61,7 @@ def test_mtp_modules_are_left_out(tmp_path: Path, seed: int) -> None:
     assert plan_of(write_checkpoint(tmp_path, tensors), config).ignored == tuple(sorted(extra))
 
 
-@pytest.mark.parametrize("name", ["model.mtp_norm.weight", "xmtp.weight", "model.layers.0.self_attn.k_proj.k_scale"])
+@pytest.mark.parametrize("name", ["model.mtp_norm.weight", "xmtp.weight", "model.layers.0.self_attn.k_proj.zero_point"])
 def test_one_tensor_too_many(tmp_path: Path, seed: int, name: str) -> None:
     config = tiny_config()
     text = message(tmp_path, config, random_tensors(config, seed) | {name: np.ones(1, np.float32)})
@@ -160,10 +149,13 @@ def test_formats_differ_from_module_to_module(tmp_path: Path, seed: int) -> None
     tensors = {n: v for n, v in packed.items() if "_proj.weight_scale" not in n}
     tensors |= {n: v.astype(BF16) for n, v in packed.items() if n.endswith("_proj.weight")}
     plan = plan_of(write_checkpoint(tmp_path, tensors), config)
-    assert {label: total.tensors for label, total in plan.formats.items()} == {
-        "BF16": 3 + 2 * 8,
-        "F32": 4,
-        "FP8 per tensor": 48,
+    assert {group: total.tensors for group, total in plan.formats.items()} == {
+        ("embed_tokens", "BF16"): 1,
+        ("lm_head", "BF16"): 1,
+        ("norms", "BF16"): 1 + 2 * 4,
+        ("attention", "BF16"): 2 * 4,
+        ("router", "F32"): 4,
+        ("experts", "FP8 per tensor"): 48,
     }
 
 
@@ -219,9 +211,9 @@ def test_dtype_is_told_before_the_shape(tmp_path: Path, seed: int) -> None:
     """A checkpoint in another packed format is named as that, not as a wrong config."""
     config = tiny_config()
     tensors = random_tensors(config, seed)
-    tensors[f"{EXPERT}.0.w1.weight"] = np.ones((32, 24), np.uint8)
+    tensors[f"{EXPERT}.0.w1.weight"] = np.ones((32, 12), np.int32)
     text = message(tmp_path, config, tensors)
-    assert "dtype U8" in text
+    assert "dtype I32" in text
     assert "config.json" not in text
 
 
@@ -262,7 +254,8 @@ def test_bytes_per_device(tmp_path: Path, seed: int) -> None:
         assert plan_of(directory, config, (1, 4), experts_placed).bytes_per_device() == cut
     formats = plan_of(directory, config).formats
     assert sum(total.bytes for total in formats.values()) == whole
-    assert formats["FP8 per tensor"].tensors == 2 * (4 + 24)
+    assert formats["experts", "FP8 per tensor"].tensors == 2 * 24
+    assert formats["attention", "FP8 per tensor"].tensors == 2 * 4
 
 
 @pytest.mark.parametrize("wrong", [np.nan, np.inf, -np.inf, -0.5])
@@ -305,7 +298,7 @@ def test_published_sizes() -> None:
         dtype = "F8_E4M3" if is_packed(name) else "F32" if "gate" in name or "bias" in name else "BF16"
         tensors[name] = TensorInfo(name, "model.safetensors", dtype, shape, 0)
         if dtype == "F8_E4M3":
-            scale, grid = name + "_scale_inv", (shape[0] // 128, shape[1] // 128)
+            scale, grid = f"{name}_scale_inv", (shape[0] // 128, shape[1] // 128)
             tensors[scale] = TensorInfo(scale, "model.safetensors", "F32", grid, 0)
     assert len(tensors) == 96_103
     assert sum(info.nbytes for info in tensors.values()) == 230_121_630_720

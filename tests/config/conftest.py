@@ -11,6 +11,7 @@ import pytest
 
 from minimax_jax.config import MiniMaxM2Config, QuantizationConfig
 from minimax_jax.errors import ConfigError
+from minimax_jax.quantization import ModuleSet
 
 
 @pytest.fixture
@@ -38,7 +39,7 @@ def m2() -> MiniMaxM2Config:
         num_local_experts=256,
         num_experts_per_tok=8,
         quantization=QuantizationConfig(
-            quant_method="fp8", modules_to_not_convert=("gate", "e_score_correction_bias", "lm_head")
+            quant_method="fp8", exclude=ModuleSet(("gate", "e_score_correction_bias", "lm_head"), components=True)
         ),
     )
 

@@ -16,17 +16,18 @@ from minimax_jax.config import (
     load_config,
     load_generation_defaults,
 )
-from minimax_jax.errors import ConfigError
+from minimax_jax.quantization import ModuleSet
+from tests.checkpoints import NAMES
 
 # ---- checkpoints beside the checkout
 
 
-@pytest.mark.parametrize("name", ["m2-bf16", "m2-fp8-block"])
+@pytest.mark.parametrize("name", NAMES)
 def test_shared_checkpoints(shared: Path, name: str) -> None:
     directory = shared / "data" / "checkpoints" / name
     config = load_config(directory)
     assert (config.hidden_size, config.rotary_dim, config.rope_theta, config.dtype) == (128, 16, 5e6, "bfloat16")
-    assert (config.quantization is not None) == (name == "m2-fp8-block")
+    assert (config.quantization is None) == (name == "m2-bf16")
     plain = dataclasses.replace(config, quantization=None)
     assert plain == load_config(shared / "data" / "checkpoints" / "m2-bf16")
     defaults = load_generation_defaults(directory, config)
@@ -36,8 +37,7 @@ def test_shared_checkpoints(shared: Path, name: str) -> None:
 def test_shared_config_in_the_newer_spelling(shared: Path) -> None:
     checkpoints = shared / "data" / "checkpoints"
     data = json.loads((checkpoints / "m2-nvfp4-modelopt" / "config.transformers5.json").read_text())
-    with pytest.raises(ConfigError, match=r"quant_method 'modelopt' is not supported yet"):
-        MiniMaxM2Config.from_dict(data)
+    assert MiniMaxM2Config.from_dict(data) == load_config(checkpoints / "m2-nvfp4-modelopt")
     del data["quantization_config"]
     assert MiniMaxM2Config.from_dict(data) == load_config(checkpoints / "m2-bf16")
 
@@ -132,5 +132,5 @@ def test_quantised_config_of_transformers(tmp_path: Path) -> None:
     theirs = transformers.MiniMaxM2Config(**TINY, rotary_dim=8, quantization_config=fp8_config)
     theirs.save_pretrained(tmp_path)
     assert load_config(tmp_path).quantization == QuantizationConfig(
-        quant_method="fp8", modules_to_not_convert=("lm_head",)
+        quant_method="fp8", exclude=ModuleSet(("lm_head",), components=True)
     )

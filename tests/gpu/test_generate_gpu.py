@@ -14,7 +14,7 @@ import pytest
 
 from minimax_jax import LLM, SamplingParams
 from minimax_jax.tiny import TinyShape, make_tiny
-from tests.checkpoints import FIXTURES, NAMES, read_expected
+from tests.checkpoints import FIXTURE_NAMES, FIXTURES, read_expected
 
 pytestmark = pytest.mark.gpu
 
@@ -25,7 +25,7 @@ def on_an_accelerator() -> None:
     print(jax.__version__, jax.devices()[0].device_kind)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", FIXTURE_NAMES)
 @pytest.mark.parametrize("placement", ["tensor", "expert"])
 def test_logits_and_greedy_tokens(name: str, placement: str) -> None:
     directory = FIXTURES / f"tiny-{name}"
