@@ -25,8 +25,11 @@ import time
 from pathlib import Path
 from typing import Any
 
+import _rocm_kernels
+
 ROOT = Path(__file__).resolve().parents[1]
 TARGET_CONFIGS = {"gfx942": "mi300x.txtpb", "gfx950": "mi355x.txtpb"}
+FORMATS = ("bfloat16", "float32", "fp8", "mxfp8", "mxfp4", "nvfp4")
 PROGRAMS = ("decode", "prefill")
 QUIET_CPU = {"JAX_PLATFORMS": "cpu", "TF_CPP_MIN_LOG_LEVEL": "2"}  # the compiler warns that it cannot measure
 FORWARDED = (
@@ -52,11 +55,16 @@ M2 = {
 def main(argv: list[str] | None = None) -> int:
     """Command line; 0 when every check holds."""
     args = _parse(argv)
+    if args.kernel_cases is not None:
+        _rocm_kernels.compile_cases(args, sys.stdin.read())
+        return 0
     if args.in_process:
         return _check_one(args)
     if not (args.toolchain / "plugin").is_dir():
         print(f"no AMD compiler in {args.toolchain}: run `make rocm-env`, or pass --toolchain", file=sys.stderr)
         return 2
+    if args.kernels:
+        return _rocm_kernels.run(args)
     failed = 0
     for target in args.target:
         for program in args.program:
@@ -187,7 +195,7 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     add("--program", nargs="+", choices=PROGRAMS, default=list(PROGRAMS))
     add("--model-parallel", type=int, default=8, metavar="N", help="devices that share the model")
     add("--experts", choices=("tensor", "expert"), default="tensor", help="experts split by width, or spread whole")
-    add("--format", choices=("bfloat16", "float32", "fp8"), default="bfloat16", help="of the weights")
+    add("--format", choices=FORMATS, default="bfloat16", help="of the weights")
     add("--layers", type=int, default=2)
     add("--max-num-seqs", type=int, default=8, metavar="B")
     add("--max-model-len", type=int, default=4096, metavar="TOKENS")
@@ -201,6 +209,10 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     )
     add("--strict-experts", action="store_true", help="a copy of one expert's weights is a failure too")
     add("--dump", type=Path, metavar="DIR", help="keep the compiled HLO there")
+    add("--kernels", action="store_true", help="compile every kernel at every shape in place of the model's steps")
+    add("--only", default="", metavar="REGEX", help="kernel cases whose line matches")
+    add("--jobs", type=int, default=os.cpu_count(), help="processes that compile kernels at the same time")
+    add("--kernel-cases", help=argparse.SUPPRESS)
     add("--in-process", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
     args.toolchain = Path(args.toolchain)

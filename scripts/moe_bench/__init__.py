@@ -1,0 +1,1 @@
+"""Times a layer of routed experts; `scripts/bench_moe.py` is its command line."""
