@@ -2,7 +2,7 @@
 #
 #   make demo        make a tiny checkpoint and generate text from it
 #   make test        the tests that need nothing more (minutes)
-#   make test-full   all tests: transformers as oracle, AMD code generation, the slow ones
+#   make test-full   all tests: transformers and the formats' tools as oracles, AMD code generation, the slow ones
 #   make lint types  ruff, mypy
 #   make clean       remove what these made
 #

@@ -1,4 +1,4 @@
-"""The `minimax-jax` command: generate, inspect, make-tiny. JAX is imported only by what needs it."""
+"""The `minimax-jax` command: generate, inspect, quantize, make-tiny. JAX is imported only by what needs it."""
 
 from __future__ import annotations
 
@@ -33,7 +33,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         args = _parser().parse_args(argv)
     except SystemExit as stop:  # --help, or bad arguments
         return int(stop.code or 0)
-    command = {"generate": _generate, "inspect": _inspect, "make-tiny": _make_tiny}[args.command]
+    commands = {"generate": _generate, "inspect": _inspect, "quantize": _quantize, "make-tiny": _make_tiny}
+    command = commands[args.command]
     with _log_lines():
         try:
             command(args)
@@ -75,6 +76,8 @@ def _generate(args: argparse.Namespace) -> None:
         max_model_len=args.max_model_len,
         max_num_seqs=args.max_num_seqs,
         kv_cache_dtype=args.kv_cache_dtype,
+        emulate_activation_quant=args.emulate_activation_quant,
+        implementation=args.implementation,
     )
     params = dataclasses.replace(llm.get_default_sampling_params(), **given)
     start = time.monotonic()
@@ -116,6 +119,18 @@ def _inspect(args: argparse.Namespace) -> None:
     )
     for line in lines:
         _write(line + "\n")
+
+
+def _quantize(args: argparse.Namespace) -> None:
+    from minimax_jax.quantize import quantize_checkpoint
+
+    if not args.destination:
+        raise ConfigError("the destination's name is empty; name one that does not exist or is empty")
+    done = quantize_checkpoint(args.source, args.destination, args.format, exclude=args.exclude)
+    logger.info(
+        "wrote %s: %d weights as %s, %d tensors as they were; %.2f GB from %.2f GB",
+        done.directory, done.packed, args.format, done.kept, done.bytes / 1e9, done.source_bytes / 1e9,
+    )  # fmt: skip
 
 
 def _make_tiny(args: argparse.Namespace) -> None:
@@ -285,6 +300,7 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     _add_generate(commands)
     _add_inspect(commands)
+    _add_quantize(commands)
     _add_make_tiny(commands)
     return parser
 
@@ -310,6 +326,16 @@ def _add_generate(commands: Any) -> None:
     parser.add_argument("--logprobs", type=int, metavar="N", help="also a table of log probabilities, N a step")
     parser.add_argument("--ignore-eos", action="store_true", help="go on past the end-of-sequence token")
     parser.add_argument("--no-stream", action="store_true", help="write the text when it is complete")
+    parser.add_argument(
+        "--implementation",
+        choices=("pallas", "xla", "reference"),
+        help="of packed layers (default: Pallas kernels on a GPU, XLA elsewhere)",
+    )
+    parser.add_argument(
+        "--emulate-activation-quant",
+        action="store_true",
+        help="quantise and dequantise the inputs of packed layers as the checkpoint declares (default: keep them)",
+    )
     _add_placement(parser)
     parser.add_argument(
         "--max-num-seqs", type=int, metavar="B", help="sequences at a time (default: the number of prompts, at most 8)"
@@ -329,6 +355,28 @@ def _add_inspect(commands: Any) -> None:
     parser.add_argument("--max-num-seqs", type=_positive, metavar="B", help="sequences at a time (default: 8)")
 
 
+def _add_quantize(commands: Any) -> None:
+    parser = commands.add_parser(
+        "quantize",
+        allow_abbrev=False,
+        help="a checkpoint with packed weights",
+        description="Write a BF16, F16, F32 or FP8 checkpoint again with its weights packed. mxfp4 and nvfp4 pack the "
+        "experts, in the layout of AMD Quark; mxfp8 and fp8 also attention and dense layers, in the model vendor's. "
+        "Needs no accelerator, and little memory whatever the model's size.",
+    )
+    parser.add_argument("source", metavar="SRC", help="checkpoint directory")
+    parser.add_argument("destination", metavar="DST", help="must not exist, or be empty")
+    parser.add_argument("--format", choices=("mxfp4", "nvfp4", "mxfp8", "fp8"), required=True, help="of the weights")
+    parser.add_argument(
+        "--exclude",
+        nargs="+",
+        action="extend",
+        default=[],
+        metavar="PATTERN",
+        help="more modules to leave as they are: a name, a glob, or re: and a regular expression",
+    )
+
+
 def _add_make_tiny(commands: Any) -> None:
     parser = commands.add_parser(
         "make-tiny",
@@ -337,9 +385,8 @@ def _add_make_tiny(commands: Any) -> None:
         description="Write a small untrained checkpoint in the published layout, with a tokenizer and a chat template.",
     )
     parser.add_argument("directory", metavar="DIR", help="must not exist, or be empty")
-    parser.add_argument(
-        "--format", choices=("bf16", "fp8", "float32"), default="bf16", help="of the weights (default: %(default)s)"
-    )
+    formats = ("bf16", "fp8", "mxfp8", "mxfp4", "nvfp4", "float32")
+    parser.add_argument("--format", choices=formats, default="bf16", help="of the weights (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="of the weights (default: %(default)s)")
     parser.add_argument("--layers", type=int, default=4, metavar="N", help="number of layers (default: %(default)s)")
 

@@ -19,6 +19,7 @@ from minimax_jax.generation.limits import PREFILL_CHUNK
 from minimax_jax.generation.loop import Settings
 from minimax_jax.generation.runner import Runner
 from minimax_jax.hub import resolve_model
+from minimax_jax.kernel_order import arrange_experts, describe
 from minimax_jax.memory import plan_memory
 from minimax_jax.model import abstract_parameters
 from minimax_jax.outputs import RequestOutput, SamplingParams
@@ -29,6 +30,7 @@ from minimax_jax.text.tokenizer import Tokenizer, check_vocabulary, load_tokeniz
 
 logger = logging.getLogger("minimax_jax")
 
+_IMPLEMENTATIONS = (None, "pallas", "xla", "reference")
 _DTYPES = {"bfloat16": jnp.bfloat16, "float32": jnp.float32}
 
 
@@ -51,9 +53,11 @@ class LLM:
         max_num_seqs: int = 8,
         kv_cache_dtype: str = "auto",
         emulate_activation_quant: bool = False,
+        implementation: str | None = None,
         seed: int = 0,
         prefill_chunk_size: int = PREFILL_CHUNK,
         steps_per_call: int = 16,
+        startup_timeout: float = 600.0,
         revision: str | None = None,
         devices: Sequence[Any] | None = None,
     ) -> None:
@@ -70,9 +74,12 @@ class LLM:
           kv_cache_dtype: "bfloat16", "float32", or "auto" for `dtype`.
           emulate_activation_quant: quantise and dequantise the inputs of quantised layers as the checkpoint's config
             declares, to compare with programs that do; False keeps them, which is more exact.
+          implementation: of packed layers and experts: "pallas" (interpreted without a GPU), "xla", "reference"; None
+            takes the kernels on a GPU and XLA elsewhere.
           seed: where requests without a seed draw theirs from.
           prefill_chunk_size: tokens of a row in one prefill step.
           steps_per_call: decode steps between two looks of the host; also how often a stream yields.
+          startup_timeout: seconds that the first run of each program may take before it counts as hung.
           revision: of a Hub repository.
           devices: which to use; None takes the first of `jax.devices()`.
 
@@ -110,8 +117,10 @@ class LLM:
                         data_parallel_size, tensor_parallel_size, placement, memory.line())  # fmt: skip
             memory.check()
             weights = load_parameters(plan, specs, mesh, parallelism)
-        settings = Settings(self.config, parallelism, compute, steps_per_call)
-        self.runner = Runner(settings, mesh, weights, **sizes, cache_dtype=cache_dtype)
+        weights = arrange_experts(weights, specs, mesh, parallelism, compute, implementation)
+        logger.info(describe(weights, mesh, implementation))
+        settings = Settings(self.config, parallelism, compute, steps_per_call, implementation)
+        self.runner = Runner(settings, mesh, weights, **sizes, cache_dtype=cache_dtype, startup_timeout=startup_timeout)
         self._seeds = np.random.SeedSequence(seed)
 
     def generate(
@@ -215,6 +224,14 @@ def _check_options(options: dict[str, Any]) -> None:
     if not isinstance(options["emulate_activation_quant"], bool):
         raise ConfigError(
             f"emulate_activation_quant is {options['emulate_activation_quant']!r}; expected True or False"
+        )
+    if not isinstance(options["startup_timeout"], int | float) or not options["startup_timeout"] > 0:
+        raise ConfigError(f"startup_timeout is {options['startup_timeout']!r}; expected seconds above 0")
+    if options["implementation"] not in _IMPLEMENTATIONS:
+        raise ConfigError(f"implementation is {options['implementation']!r}; expected one of {_IMPLEMENTATIONS}")
+    if options["emulate_activation_quant"] and options["implementation"] == "pallas":
+        raise ConfigError(
+            "emulate_activation_quant has no Pallas kernels; leave implementation out, or say 'xla' or 'reference'"
         )
     for name in ("dtype", "kv_cache_dtype"):
         if options[name] not in ("auto", *_DTYPES):

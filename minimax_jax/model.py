@@ -22,6 +22,7 @@ from minimax_jax.modules.norms import RMSNorm
 from minimax_jax.modules.parameter import Parameter
 from minimax_jax.modules.step import make_step
 from minimax_jax.parameters import ParameterSpec
+from pallas_kernels.dispatch import Implementation
 from pallas_kernels.quant import Weight
 
 Weights = dict[str, Weight]  # parameter path -> value, such as "layers.0.self_attn.q_proj.weight"
@@ -31,14 +32,21 @@ class MiniMaxM2(nnx.Module):
     """The causal language model; `kv_scales` says whether the checkpoint has scales for an FP8 key/value cache."""
 
     def __init__(
-        self, config: MiniMaxM2Config, parallelism: Parallelism, dtype: jnp.dtype, kv_scales: bool = False
+        self,
+        config: MiniMaxM2Config,
+        parallelism: Parallelism,
+        dtype: jnp.dtype,
+        kv_scales: bool = False,
+        implementation: Implementation = None,
     ) -> None:
         self.config = config
         self.dtype = dtype
         self.embed_tokens = Embedding(config.vocab_size, config.hidden_size)
-        self.layers = nnx.List([DecoderLayer(config, parallelism, kv_scales) for _ in range(config.num_hidden_layers)])
+        self.layers = nnx.List(
+            [DecoderLayer(config, parallelism, kv_scales, implementation) for _ in range(config.num_hidden_layers)]
+        )
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.lm_head = LMHead(config.vocab_size, config.hidden_size)
+        self.lm_head = LMHead(config.vocab_size, config.hidden_size, implementation)
 
     def __call__(self, tokens: jax.Array, positions: jax.Array, cache: Cache) -> tuple[jax.Array, Cache]:
         """One step over new tokens.
@@ -73,10 +81,14 @@ def abstract_parameters(
 
 
 def build(
-    config: MiniMaxM2Config, parallelism: Parallelism, dtype: jnp.dtype, weights: Mapping[str, Weight]
+    config: MiniMaxM2Config,
+    parallelism: Parallelism,
+    dtype: jnp.dtype,
+    weights: Mapping[str, Weight],
+    implementation: Implementation = None,
 ) -> MiniMaxM2:
     """The model with its weights in place; under `shard_map` they are a device's parts."""
-    model = MiniMaxM2(config, parallelism, dtype, kv_scales=has_kv_scales(weights))
+    model = MiniMaxM2(config, parallelism, dtype, has_kv_scales(weights), implementation)
     variables = _variables(model)
     if variables.keys() != weights.keys():
         raise ValueError(f"parameters without a value, or values without one: {variables.keys() ^ weights.keys()}")

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
-import os
-import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from importlib import resources
 from pathlib import Path
 from typing import Any, Literal
@@ -16,14 +13,22 @@ import ml_dtypes
 import numpy as np
 from safetensors.numpy import save
 
+from minimax_jax.checkpoint.recipes import (
+    BLOCK_COLUMNS,
+    PACKED_FORMATS,
+    PackedFormat,
+    declare,
+    is_linear,
+    is_packed,
+    pack,
+)
+from minimax_jax.destination import Destination, write_json
 from minimax_jax.errors import CheckpointError, ConfigError
 from minimax_jax.text.train import EOS, MIN_VOCAB_SIZE, TURN, train_tokenizer
 
-WeightFormat = Literal["bf16", "fp8", "float32"]
-WEIGHT_FORMATS: tuple[WeightFormat, ...] = ("bf16", "fp8", "float32")
+WeightFormat = Literal["bf16", "fp8", "mxfp8", "mxfp4", "nvfp4", "float32"]
+WEIGHT_FORMATS: tuple[WeightFormat, ...] = ("bf16", "fp8", "mxfp8", "mxfp4", "nvfp4", "float32")
 
-_FP8_BLOCK = 128
-_FP8_MAX = 448.0  # largest float8_e4m3fn
 _SHARDS = 3
 
 
@@ -57,8 +62,8 @@ def make_tiny(
     Args:
       directory: must not exist, or be empty.
       seed: of the random weights.
-      weight_format: "bf16"; "fp8" for 128 x 128 blocks as published (norms, embedding, head and router are not FP8);
-        "float32".
+      weight_format: "bf16"; "float32"; "fp8" for 128 x 128 blocks and "mxfp8", both in the vendor's layout (norms,
+        embedding, head and router are bf16 or float32); "mxfp4" and "nvfp4" in Quark's, where attention is bf16 too.
       shape: sizes of the model.
 
     Raises:
@@ -69,11 +74,12 @@ def make_tiny(
     _check(seed, weight_format, shape)
     directory = Path(directory).expanduser()
     try:
-        with _Destination(directory) as partial:
+        with Destination(directory) as partial:
             ids = _write_tokenizer(partial, shape.vocab_size)
-            _write_weights(partial, _tensors(shape, seed, weight_format))
-            _write_json(partial / "generation_config.json", _generation_config(ids))
-            _write_json(partial / "config.json", _config(shape, weight_format))
+            tensors = dict(_tensors(shape, seed, weight_format))
+            _write_weights(partial, tensors)
+            write_json(partial / "generation_config.json", _generation_config(ids))
+            write_json(partial / "config.json", _config(shape, weight_format, tensors))
     except OSError as error:
         raise CheckpointError(f"cannot write {directory}: {error.strerror or error}") from error
     return directory
@@ -92,42 +98,12 @@ def _check(seed: int, weight_format: str, shape: TinyShape) -> None:
         raise ConfigError(f"num_hidden_layers is {shape.num_hidden_layers}; expected at most 1000")
     if shape.vocab_size < MIN_VOCAB_SIZE:
         raise ConfigError(f"vocab_size is {shape.vocab_size}; the tokenizer needs at least {MIN_VOCAB_SIZE}")
-
-
-class _Destination:
-    """Files are written to a folder of their own, which takes the wanted name when all are there."""
-
-    def __init__(self, directory: Path) -> None:
-        self.directory = directory.resolve()
-        self.exists = self.directory.exists()
-        nearest = next(path for path in (self.directory, *self.directory.parents) if path.exists())
-        if not nearest.is_dir():
-            raise CheckpointError(f"{nearest} is a file; name a directory that does not exist or is empty")
-        if self.exists and any(self.directory.iterdir()):
-            raise CheckpointError(f"{directory} is not empty; name a directory that does not exist or is empty")
-        # An existing directory may be a mount or where the user stands, so it stays and the files move into it.
-        parent = self.directory if self.exists else self.directory.parent
-        self.partial = parent / f".{self.directory.name}.partial-{os.getpid()}"
-
-    def __enter__(self) -> Path:
-        self.partial.parent.mkdir(parents=True, exist_ok=True)
-        self.partial.mkdir()
-        return self.partial
-
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        try:
-            if kind is None:
-                self._finish()
-        finally:
-            shutil.rmtree(self.partial, ignore_errors=True)
-
-    def _finish(self) -> None:
-        if not self.exists:
-            self.partial.rename(self.directory)
-            return
-        # A directory is a checkpoint once it has a config.
-        for file in sorted(self.partial.iterdir(), key=lambda file: (file.name == "config.json", file.name)):
-            file.rename(self.directory / file.name)
+    block = BLOCK_COLUMNS.get(weight_format, 1)
+    for name in ("hidden_size", "intermediate_size"):
+        if (size := getattr(shape, name)) % block:
+            raise ConfigError(f"{name} is {size}; {weight_format} needs a multiple of {block}")
+    if weight_format == "mxfp8" and (size := shape.num_attention_heads * shape.head_dim) % block:
+        raise ConfigError(f"num_attention_heads x head_dim is {size}; {weight_format} needs a multiple of {block}")
 
 
 def _write_tokenizer(directory: Path, vocab_size: int) -> dict[str, int]:
@@ -137,7 +113,7 @@ def _write_tokenizer(directory: Path, vocab_size: int) -> dict[str, int]:
     return train_tokenizer(directory, text, vocab_size=vocab_size, chat_template=template)
 
 
-def _config(shape: TinyShape, weight_format: WeightFormat) -> dict[str, Any]:
+def _config(shape: TinyShape, weight_format: WeightFormat, tensors: Mapping[str, np.ndarray]) -> dict[str, Any]:
     """Every key of the published file."""
     config: dict[str, Any] = {
         "architectures": ["MiniMaxM2ForCausalLM"],
@@ -164,14 +140,9 @@ def _config(shape: TinyShape, weight_format: WeightFormat) -> dict[str, Any]:
         "use_routing_bias": True,
         **dataclasses.asdict(shape),
     }
-    if weight_format == "fp8":
-        config["quantization_config"] = {
-            "activation_scheme": "dynamic",
-            "fmt": "float8_e4m3fn",
-            "quant_method": "fp8",
-            "weight_block_size": [_FP8_BLOCK, _FP8_BLOCK],
-            "modules_to_not_convert": ["gate", "e_score_correction_bias", "lm_head"],
-        }
+    if (packed := _packed(weight_format)) is not None:
+        linear = (name.removesuffix(".weight") for name, value in tensors.items() if is_linear(name, value.shape))
+        config["quantization_config"] = declare(packed, [module for module in linear if not is_packed(module, packed)])
     return dict(sorted(config.items()))
 
 
@@ -203,12 +174,11 @@ def _tensors(shape: TinyShape, seed: int, weight_format: WeightFormat) -> Iterat
         yield name, value if weight_format == "float32" else value.astype(ml_dtypes.bfloat16)
 
     def linear(name: str, value: np.ndarray) -> Iterator[tuple[str, np.ndarray]]:
-        if weight_format != "fp8":
+        packed = _packed(weight_format)
+        if packed is not None and is_packed(name, packed):
+            yield from pack(f"{name}.weight", value, packed).items()
+        else:
             yield from plain(f"{name}.weight", value)
-            return
-        payload, scale = quantize_blocks(value)
-        yield f"{name}.weight", payload
-        yield f"{name}.weight_scale_inv", scale
 
     yield from plain("model.embed_tokens.weight", normal(shape.vocab_size, D))
     for i in range(shape.num_hidden_layers):
@@ -230,25 +200,16 @@ def _tensors(shape: TinyShape, seed: int, weight_format: WeightFormat) -> Iterat
     yield from plain("lm_head.weight", matrix(shape.vocab_size, D, level=2.0))
 
 
-def quantize_blocks(weight: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """[rows, columns] float32 -> float8_e4m3fn, and a float32 multiplier for each 128 x 128 block, the last ragged."""
-    grid = tuple(-(-size // _FP8_BLOCK) for size in weight.shape)
-    padded = np.zeros([n * _FP8_BLOCK for n in grid], np.float32)
-    padded[: weight.shape[0], : weight.shape[1]] = weight
-    largest = np.abs(padded).reshape(grid[0], _FP8_BLOCK, grid[1], _FP8_BLOCK).max(axis=(1, 3))
-    scale = np.where(largest > 0, largest / np.float32(_FP8_MAX), 1).astype(np.float32)
-    wide = scale.repeat(_FP8_BLOCK, axis=0).repeat(_FP8_BLOCK, axis=1)
-    payload = np.clip(padded / wide, -_FP8_MAX, _FP8_MAX)[: weight.shape[0], : weight.shape[1]]
-    return np.ascontiguousarray(payload).astype(ml_dtypes.float8_e4m3fn), scale
+def _packed(weight_format: WeightFormat) -> PackedFormat | None:
+    return next((packed for packed in PACKED_FORMATS if packed == weight_format), None)
 
 
-def _write_weights(directory: Path, tensors: Iterator[tuple[str, np.ndarray]]) -> None:
+def _write_weights(directory: Path, tensors: Mapping[str, np.ndarray]) -> None:
     """Shards of about equal size, numbered from 0 as published, and their index."""
-    items = list(tensors)
-    total = sum(value.nbytes for _, value in items)
+    total = sum(value.nbytes for value in tensors.values())
     shards: list[dict[str, np.ndarray]] = [{} for _ in range(_SHARDS)]
     written = 0
-    for name, value in items:
+    for name, value in tensors.items():
         shards[min(_SHARDS - 1, written * _SHARDS // total)][name] = value
         written += value.nbytes
     weight_map = {}
@@ -257,8 +218,4 @@ def _write_weights(directory: Path, tensors: Iterator[tuple[str, np.ndarray]]) -
         (directory / file).write_bytes(save(shard, metadata={"format": "pt"}))
         weight_map.update(dict.fromkeys(shard, file))
     index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
-    _write_json(directory / "model.safetensors.index.json", index)
-
-
-def _write_json(path: Path, value: dict[str, Any]) -> None:
-    path.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
+    write_json(directory / "model.safetensors.index.json", index)

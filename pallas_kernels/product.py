@@ -1,7 +1,9 @@
 """The inner loop of every portable kernel: a tile of decoded weights times rows of x, summed over K in float32.
 
 A matrix of FP4 words [rows, cols / 8] is read as eight planes: nibble i of word j is column 8j + i. x is handed over in
-planes as well, so that nothing is interleaved inside the kernel: eight small products make one of the whole.
+planes as well, so that nothing is interleaved inside the kernel: eight small products make one of the whole. Stacks of
+8-bit codes with 2^31 elements and more are read as words too, in four planes: Pallas's 32-bit offsets would turn
+negative in them.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ from pallas_kernels._triton import dot, load
 from pallas_kernels.quant import PAYLOAD_DTYPES, QuantTensor, Weight, codes_per_element, global_multiplier
 
 MIN_DOT = 16  # least size of any axis of a product on the matrix units
-PLANES = codes_per_element(jnp.dtype(jnp.uint32))
+LARGE = 2**31  # elements of a stack of 8-bit codes from which on it is read as words
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,23 +32,21 @@ class Product:
     Attributes:
       name: format name, or "plain".
       rows, cols: of one decoded matrix.
+      planes: codes in one element as the kernel loads it.
       block: (rows, cols) that share a scale.
       dtype: of x and of the operands on the matrix units.
       block_n: rows of the weight a program computes.
-      step: elements of the payload along K in one step of the loop.
+      step: elements along K in one step of the loop, as the kernel loads them.
     """
 
     name: str
+    planes: int
     rows: int
     cols: int
     block: tuple[int, int]
     dtype: Any
     block_n: int
     step: int
-
-    @property
-    def planes(self) -> int:
-        return PLANES if self.name in ("mxfp4", "nvfp4") else 1
 
     @property
     def tiles(self) -> int:
@@ -90,8 +90,15 @@ class Product:
             if self.name == "plain":
                 return lambda plane: codes.astype(self.dtype)
             codes = codes if codes.dtype == jnp.int32 else decode.code_bits(codes)
+            decode_code = decode.e2m1 if self.name in ("mxfp4", "nvfp4") else decode.e4m3
+
+            def values(plane: int) -> jax.Array:
+                return decode_code(
+                    lax.shift_right_logical(codes, jnp.int32(32 // self.planes * plane)) if plane else codes
+                )
+
             if self.name == "fp8":
-                return lambda plane: decode.narrow(decode.e4m3(codes), self.dtype)
+                return lambda plane: decode.narrow(values(plane), self.dtype)
             each = self.block[1] // self.planes  # payload elements with one scale
             blocks = max(1, self.step // each)
             first = i * blocks if self.step >= each else lax.div(i * self.step, jnp.int32(each))
@@ -100,11 +107,7 @@ class Product:
             scale = decode.e4m3(scale) if self.name == "nvfp4" else decode.e8m0(scale)
             scale = jnp.broadcast_to(scale[:, :, None], (self.block_n, blocks, self.step // blocks))
             scale = scale.reshape(self.block_n, self.step)
-            if self.name == "mxfp8":
-                return lambda plane: decode.narrow(decode.e4m3(codes) * scale, self.dtype)
-            return lambda plane: decode.narrow(
-                decode.e2m1(lax.shift_right_logical(codes, jnp.int32(4 * plane))) * scale, self.dtype
-            )
+            return lambda plane: decode.narrow(values(plane) * scale, self.dtype)
 
         def step(i: jax.Array, sums: list[jax.Array]) -> list[jax.Array]:
             decoded = [operands(i, matrix) for matrix in matrices]
@@ -116,7 +119,7 @@ class Product:
                     parts[m] += dot(weight(plane), x, trans_b=True, precision=_precision(self.dtype))
             if self.name != "fp8":
                 return parts
-            column = lax.div(i * self.step, jnp.int32(self.block[1]))
+            column = lax.div(i * (self.step * self.planes), jnp.int32(self.block[1]))
             scales = [load(scale_ref.at[matrix * scale_rows + scale_row, column]) for matrix in matrices]
             return [total + part * scale[:, None] for total, part, scale in zip(sums, parts, scales, strict=True)]
 
@@ -139,21 +142,17 @@ def supports(weight: Weight) -> bool:
 
 def why_not(weight: Weight) -> str | None:
     """What `supports` stumbles over, None when it does not."""
-    payload = weight.payload if isinstance(weight, QuantTensor) else weight
-    if payload.dtype.itemsize == 1 and 2**31 <= payload.size <= 2**32:
-        return f"{payload.size:,} one-byte elements, where Pallas's 32-bit offsets turn negative"
     if not isinstance(weight, QuantTensor):
         return None
-    name, (rows, cols) = weight.format.name, weight.format.block
-    if payload.dtype != PAYLOAD_DTYPES[name]:
-        return f"{name} with a payload of {payload.dtype}"
+    name, (rows, cols), all_cols = weight.format.name, weight.format.block, weight.shape[-1]
+    if weight.payload.dtype != PAYLOAD_DTYPES[name]:
+        return f"{name} with a payload of {weight.payload.dtype}"
+    planes = _planes(weight)
     if name == "fp8":
-        whole = cols >= weight.shape[-1]
-        return None if whole or _power_of_two_in(cols) >= MIN_DOT else f"a block of {cols} columns"
-    planes = PLANES if name in ("mxfp4", "nvfp4") else 1
-    if cols % planes or not _is_power_of_two(cols) or weight.shape[-1] % cols:
-        return f"blocks of {rows} x {cols} in {weight.shape[-1]} columns"
-    return None
+        fits = (cols >= all_cols or _power_of_two_in(cols) // planes >= MIN_DOT) and all_cols % planes == 0
+    else:
+        fits = _is_power_of_two(cols) and cols % planes == 0 and all_cols % cols == 0
+    return None if fits else f"{name} blocks of {rows} x {cols} in {all_cols} columns"
 
 
 def make_product(weight: Weight, dtype: Any, block_n: int, block_k: int) -> Product:
@@ -163,21 +162,22 @@ def make_product(weight: Weight, dtype: Any, block_n: int, block_k: int) -> Prod
       ValueError: the kernels cannot read it as it lies.
     """
     reason = why_not(weight)
-    if isinstance(weight, QuantTensor) and weight.format.order != "rows":
-        reason = f"its payload lies in the order {weight.format.order!r}"
+    name: str = "plain"
+    block = (1, 1)
+    if isinstance(weight, QuantTensor):
+        name, block = weight.format.name, weight.format.block
+        if weight.format.order != "rows":
+            reason = f"its payload lies in the order {weight.format.order!r}"
     if reason is not None:
         raise ValueError(f"no kernel for this weight: {reason}")
     rows, cols = weight.shape[-2:]
-    name, block = (
-        ("plain", (1, 1)) if not isinstance(weight, QuantTensor) else (weight.format.name, weight.format.block)
-    )
-    planes = PLANES if name in ("mxfp4", "nvfp4") else 1
+    planes = _planes(weight)
     step = max(MIN_DOT, block_k // planes)
     if name == "fp8" and block[1] < cols:
-        step = min(step, _power_of_two_in(block[1]))
+        step = min(step, _power_of_two_in(block[1]) // planes)
     step = min(step, max(MIN_DOT, _power_of_two_above(cols // planes)))
     block_n = min(block_n, max(MIN_DOT, _power_of_two_above(rows)))
-    return Product(name, rows, cols, block, jnp.dtype(dtype), block_n, step)
+    return Product(name, planes, rows, cols, block, jnp.dtype(dtype), block_n, step)
 
 
 def matrices_of(weight: Weight) -> tuple[list[jax.Array], list[jax.Array]]:
@@ -185,8 +185,19 @@ def matrices_of(weight: Weight) -> tuple[list[jax.Array], list[jax.Array]]:
     if not isinstance(weight, QuantTensor):
         return [weight.reshape(-1, weight.shape[-1])], []
     flat = [part.reshape(-1, part.shape[-1]) for part in (weight.payload, weight.scale)]
+    if weight.payload.dtype != jnp.uint32 and _planes(weight) > 1:  # the same bytes: XLA moves nothing
+        words = flat[0].reshape(flat[0].shape[0], -1, _planes(weight))
+        flat[0] = lax.bitcast_convert_type(words, jnp.uint32)
     multiplier = global_multiplier(weight)
     return flat, [] if multiplier is None else [multiplier.reshape(-1)]
+
+
+def _planes(weight: Weight) -> int:
+    if not isinstance(weight, QuantTensor):
+        return 1
+    payload = weight.payload
+    large = payload.dtype.itemsize == 1 and payload.size >= LARGE
+    return 4 // payload.dtype.itemsize if large else codes_per_element(payload.dtype)
 
 
 def in_planes(x: jax.Array, product: Product) -> jax.Array:

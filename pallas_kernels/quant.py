@@ -6,8 +6,8 @@
     nvfp4   e2m1 x (block scale x global scale)       1 x 16, e4m3 block scales, one float32 for each matrix
 
 Eight e2m1 codes make a uint32 word, column 8j + i in bits 4i..4i+3 of word j: on a little-endian machine these are the
-checkpoint's bytes, two codes each with the even column in the low half. Source of the MX formats: OCP Microscaling Formats 1.0; of
-NVFP4: the checkpoints of Quark, ModelOpt and compressed-tensors, whose global scale divides.
+checkpoint's bytes, two codes each with the even column in the low half. Source of the MX formats: OCP Microscaling
+Formats 1.0; of NVFP4: the checkpoints of Quark, ModelOpt and compressed-tensors, whose global scale divides.
 """
 
 from __future__ import annotations
@@ -148,6 +148,7 @@ def _decode(weight: QuantTensor, global_scale: jax.Array | None) -> jax.Array:
         return times_power_of_two(values, expand_scale(scale, format.block, weight.shape))
     scale = scale.astype(jnp.float32)
     if global_scale is not None:
-        whole = global_scale[..., None, None]
-        scale = scale / whole if format.global_divides else scale * whole
+        whole = jnp.broadcast_to(global_scale[..., None, None], scale.shape)
+        # Behind the barrier, or XLA multiplies by the reciprocal of a broadcast divisor: one ulp off.
+        scale = scale / lax.optimization_barrier(whole) if format.global_divides else scale * whole
     return values * expand_scale(scale, format.block, weight.shape)

@@ -8,8 +8,11 @@ and temporaries stay below twice the largest tensor of one layer. Exits with 1 w
 model is MiniMax-M2 at its published widths with --layers layers. Nothing is run: this says nothing about numbers or
 speed.
 
-The plain XLA experts copy the weights of one expert at a time out of their stack, whatever way they are written. That
-is reported as a note; --strict-experts makes it a failure.
+With --kernels every kernel is compiled instead, at every shape of M2 and M3 on 1, 2, 4 and 8 devices, and its code is
+read: no spilled register, matrix instructions, LDS and threads within the limits. A line each, and a table.
+
+The plain XLA experts (--implementation xla) copy the weights of one expert at a time out of their stack, whatever way
+they are written. That is reported as a note; --strict-experts makes it a failure.
 """
 
 from __future__ import annotations
@@ -33,7 +36,7 @@ FORMATS = ("bfloat16", "float32", "fp8", "mxfp8", "mxfp4", "nvfp4")
 PROGRAMS = ("decode", "prefill")
 QUIET_CPU = {"JAX_PLATFORMS": "cpu", "TF_CPP_MIN_LOG_LEVEL": "2"}  # the compiler warns that it cannot measure
 FORWARDED = (
-    *("model_parallel", "experts", "format", "layers", "max_num_seqs", "max_model_len"),
+    *("model_parallel", "experts", "format", "implementation", "layers", "max_num_seqs", "max_model_len"),
     *("config", "tools", "toolchain", "dump"),
 )
 M2 = {
@@ -122,6 +125,7 @@ def _check_one(args: argparse.Namespace) -> int:
         weight_format=args.format,
         max_num_seqs=args.max_num_seqs,
         max_model_len=args.max_model_len,
+        implementation=args.implementation,
     )
     jitted, arguments = programs[program]
     started = time.monotonic()
@@ -153,6 +157,7 @@ def _check_one(args: argparse.Namespace) -> int:
         f"{'FAIL' if lines else 'ok'} {target} {program} {args.format} model {parallelism.model} "
         f"experts by {args.experts}, {args.layers} layers: "
         f"{seconds:.0f} s, collectives {report.collectives}, {len(report.moves)} copies, "
+        f"arguments {compiled.memory_analysis().argument_size_in_bytes:,} bytes, "
         f"temporaries {report.temp_bytes:,} bytes, largest tensor of a layer {report.largest_tensor_bytes:,} bytes"
     )
     for line in lines:
@@ -196,6 +201,7 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     add("--model-parallel", type=int, default=8, metavar="N", help="devices that share the model")
     add("--experts", choices=("tensor", "expert"), default="tensor", help="experts split by width, or spread whole")
     add("--format", choices=FORMATS, default="bfloat16", help="of the weights")
+    add("--implementation", choices=("pallas", "xla"), help="default: what a GPU gets, the kernels")
     add("--layers", type=int, default=2)
     add("--max-num-seqs", type=int, default=8, metavar="B")
     add("--max-model-len", type=int, default=4096, metavar="TOKENS")

@@ -115,21 +115,8 @@ def test_profile_of_a_machine_without_streams(seed: int) -> None:
     assert all(np.allclose(result, x @ x, atol=1e-4) for result, (x,) in zip(results, items, strict=True))
 
 
-def test_parts_take_what_earlier_parts_made(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
-    """With stand-ins for the kernels: each part's input is the output of the one before, in the same repetition."""
-
-    def stand_ins(layer: Layer, tuning: Any) -> dict[str, Callable[..., Any]]:
-        op = calls.layer_op(layer, "xla")
-        return {
-            "routing": lambda ids: {"ids": ids},
-            "gate_up": lambda w13, x, plan: x.astype(jnp.float32) * plan["ids"][:, :1],
-            "down": lambda w2, hidden, plan, weights: jnp.repeat(hidden, layer.k, axis=0) * weights.reshape(-1, 1),
-            "sum": lambda rows: jnp.sum(rows.reshape(-1, layer.k, layer.D), axis=1),
-            "experts": lambda w13, w2, x, plan, weights: op(w13, w2, x, plan["ids"], weights),
-        }
-
-    monkeypatch.setattr(calls, "kernel_parts", stand_ins)
-    monkeypatch.setattr(calls, "has_kernels", lambda implementation: True)
+def test_parts_take_what_earlier_parts_made(seed: int) -> None:
+    """The kernels, interpreted: each part's input is the output of the one before, in the same repetition."""
     options = ours.Options(seed=seed, parts=("sum", "experts"), repeats=2)
     lines: list[str] = []
     result = ours.measure(TINY, "nvfp4", [3], options, False, lines.append)[3]

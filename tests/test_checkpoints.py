@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from pathlib import Path
 from typing import Any
@@ -28,12 +29,18 @@ MESHES = [(1, 1), (1, 2), (1, 4), (1, 8), (2, 8)]
 PLACEMENTS = ["tensor", "expert"]
 TOLERANCE = 1e-4  # absolute, float32 compute
 
-# Every pair of format, mesh and placement in half of the runs.
-PAIRS = [(name, mesh, PLACEMENTS[(i + j) % 2]) for i, name in enumerate(FIXTURE_NAMES) for j, mesh in enumerate(MESHES)]
+IMPLEMENTATIONS = ["xla", "pallas", "reference"]
+
+# Every pair of format, mesh, placement and implementation in a sixth of the runs.
+PAIRS = [
+    (name, mesh, PLACEMENTS[(i + j) % 2], IMPLEMENTATIONS[(i + 2 * j) % 3])
+    for i, name in enumerate(FIXTURE_NAMES)
+    for j, mesh in enumerate(MESHES)
+]
 ALL = [(name, mesh, placement) for name in NAMES for mesh in MESHES for placement in PLACEMENTS]
 
 
-def check(directory: Path, mesh: tuple[int, int], placement: str) -> None:
+def check(directory: Path, mesh: tuple[int, int], placement: str, implementation: str | None = None) -> None:
     """Logits of every prompt at the positions that the file keeps, and its greedy continuations, all in one batch."""
     expected = read_expected(directory)
     llm = LLM(
@@ -44,6 +51,7 @@ def check(directory: Path, mesh: tuple[int, int], placement: str) -> None:
         expert_parallel=placement == "expert",
         max_num_seqs=4,
         max_model_len=384,
+        implementation=implementation,
     )
     for prompt in expected:
         got = llm.logits(prompt.ids)[-len(prompt.logits) :]
@@ -56,15 +64,24 @@ def check(directory: Path, mesh: tuple[int, int], placement: str) -> None:
         assert output.outputs[0].text is None  # no tokenizer in these: ids in, ids out
 
 
-@pytest.mark.parametrize(("name", "mesh", "placement"), PAIRS)
-def test_own_fixtures(name: str, mesh: tuple[int, int], placement: str) -> None:
-    check(FIXTURES / f"tiny-{name}", mesh, placement)
+@pytest.mark.parametrize(("name", "mesh", "placement", "implementation"), PAIRS)
+def test_own_fixtures(name: str, mesh: tuple[int, int], placement: str, implementation: str) -> None:
+    check(FIXTURES / f"tiny-{name}", mesh, placement, implementation)
+
+
+def test_the_pairs_are_all_there() -> None:
+    choices = [FIXTURE_NAMES, MESHES, PLACEMENTS, IMPLEMENTATIONS]
+    for (a, first), (b, second) in itertools.combinations(enumerate(choices), 2):
+        assert {(pair[a], pair[b]) for pair in PAIRS} == set(itertools.product(first, second))
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize(("name", "mesh", "placement"), ALL)
-def test_shared_checkpoints(shared: Path, name: str, mesh: tuple[int, int], placement: str) -> None:
-    check(shared / "data" / "checkpoints" / name, mesh, placement)
+def test_shared_checkpoints(
+    shared: Path, name: str, mesh: tuple[int, int], placement: str, implementation: str
+) -> None:
+    check(shared / "data" / "checkpoints" / name, mesh, placement, implementation)
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -19,7 +19,8 @@ from minimax_jax.config import Parallelism, load_config, load_generation_default
 from minimax_jax.errors import CheckpointError, ConfigError
 from minimax_jax.text.tokenizer import check_vocabulary, load_tokenizer
 from minimax_jax.text.train import EOS, TURN
-from minimax_jax.tiny import WEIGHT_FORMATS, TinyShape, WeightFormat, make_tiny, quantize_blocks
+from minimax_jax.tiny import WEIGHT_FORMATS, TinyShape, WeightFormat, make_tiny
+from tests.packed import decode_all, read_checkpoint
 
 # Every key of the published config.json.
 PUBLISHED_KEYS = {
@@ -44,7 +45,7 @@ def contents(directory: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in sorted(directory.iterdir())}
 
 
-DTYPES = {"F32": np.float32, "BF16": ml_dtypes.bfloat16, "F8_E4M3": ml_dtypes.float8_e4m3fn}
+DTYPES = {"F32": np.float32, "BF16": ml_dtypes.bfloat16, "F8_E4M3": ml_dtypes.float8_e4m3fn, "U8": np.uint8}
 
 
 def load_file(path: Path) -> dict[str, np.ndarray]:
@@ -71,7 +72,7 @@ def test_the_files_are_those_of_a_published_checkpoint(made: tuple[WeightFormat,
     }  # fmt: skip
     keys = set(json.loads((directory / "config.json").read_text()))
     assert keys - {"quantization_config"} == PUBLISHED_KEYS
-    assert ("quantization_config" in keys) == (weight_format == "fp8")
+    assert ("quantization_config" in keys) == (weight_format not in ("bf16", "float32"))
     total = sum(len(data) for data in contents(directory).values())
     assert total < 20e6
     index = json.loads((directory / "model.safetensors.index.json").read_text())
@@ -85,12 +86,18 @@ def test_the_files_are_those_of_a_published_checkpoint(made: tuple[WeightFormat,
 
 def test_dtypes_are_the_published_ones(made: tuple[WeightFormat, Path]) -> None:
     weight_format, directory = made
+    e4m3 = np.dtype(ml_dtypes.float8_e4m3fn)
+    payload = {"fp8": e4m3, "mxfp8": e4m3, "mxfp4": np.dtype(np.uint8), "nvfp4": np.dtype(np.uint8)}
+    scale = {"fp8": np.dtype(np.float32), "mxfp8": np.dtype(np.uint8), "mxfp4": np.dtype(np.uint8), "nvfp4": e4m3}
     plain = np.dtype(np.float32 if weight_format == "float32" else ml_dtypes.bfloat16)
     for name, tensor in tensors(directory).items():
-        if name.endswith(("gate.weight", "e_score_correction_bias", "weight_scale_inv")):
+        packed = ".experts." in name or ("_proj" in name and weight_format in ("fp8", "mxfp8"))
+        if name.endswith(("gate.weight", "e_score_correction_bias", "weight_scale_2")):
             expected = np.dtype(np.float32)
-        elif weight_format == "fp8" and ("proj" in name or ".experts." in name):
-            expected = np.dtype(ml_dtypes.float8_e4m3fn)
+        elif name.endswith(("weight_scale", "weight_scale_inv")):
+            expected = scale[weight_format]
+        elif weight_format in payload and packed:
+            expected = payload[weight_format]
         else:
             expected = plain
         assert tensor.dtype == expected, name
@@ -112,49 +119,29 @@ def test_no_tensor_hides_a_mistake(made: tuple[WeightFormat, Path]) -> None:
     attention = "model.layers.0.self_attn"
     assert found[f"{attention}.q_norm.weight"].shape == (H,)
     assert found[f"{attention}.k_norm.weight"].shape == (K,)
-    w1, w3 = (decoded(found, f"model.layers.0.block_sparse_moe.experts.0.{w}") for w in ("w1", "w3"))
+    exact = decode_all(read_checkpoint(directory))
+    w1, w3 = (exact[f"model.layers.0.block_sparse_moe.experts.0.{w}.weight"] for w in ("w1", "w3"))
     assert w1.std() > 1.5 * w3.std()
 
 
-def decoded(found: dict[str, np.ndarray], name: str) -> np.ndarray:
-    weight = found[f"{name}.weight"].astype(np.float32)
-    scale = found.get(f"{name}.weight_scale_inv")
-    if scale is None:
-        return weight
-    wide = scale.repeat(128, axis=0).repeat(128, axis=1)
-    return weight * wide[: weight.shape[0], : weight.shape[1]]
-
-
 def test_the_formats_hold_the_same_weights(tmp_path: Path) -> None:
-    each = {f: tensors(make_tiny(tmp_path / f, weight_format=f, shape=SMALL)) for f in WEIGHT_FORMATS}
-    names = [name.removesuffix(".weight") for name in each["float32"]]
-    assert len(names) == len(each["bf16"])
-    for name in names:
-        if name.endswith("e_score_correction_bias"):
-            assert (each["fp8"][name] == each["float32"][name]).all()
+    made = {f: read_checkpoint(make_tiny(tmp_path / f, weight_format=f, shape=SMALL)) for f in WEIGHT_FORMATS}
+    each = {f: decode_all(found) for f, found in made.items()}
+    for f in WEIGHT_FORMATS:
+        assert each[f].keys() == made["float32"].keys()
+    for name, exact in each["float32"].items():
+        if name.endswith(("e_score_correction_bias", "gate.weight")):
+            assert all((each[f][name] == exact).all() for f in WEIGHT_FORMATS)
             continue
-        exact = decoded(each["float32"], name)
-        assert np.abs(decoded(each["bf16"], name) - exact).max() <= np.abs(exact).max() / 256
+        largest = np.abs(exact).max()
+        assert np.abs(each["bf16"][name] - exact).max() <= largest / 256
         # A value is off by at most half a step: 1/16 of itself, or of the smallest normal number 2**-6.
-        error = np.abs(decoded(each["fp8"], name) - exact)
-        assert (error <= np.abs(exact) / 15 + np.abs(exact).max() / 448 / 512).all(), name
-
-
-@pytest.mark.parametrize("shape", [(128, 128), (64, 128), (130, 300), (1, 1)])
-def test_blocks_keep_their_largest_value(shape: tuple[int, int], seed: int) -> None:
-    weight = np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
-    payload, scale = quantize_blocks(weight)
-    assert payload.shape == shape
-    assert scale.shape == tuple(-(-n // 128) for n in shape)
-    largest = np.abs(payload[:128, :128].astype(np.float32)).max()
-    assert largest == 448
-    np.testing.assert_allclose(largest * scale[0, 0], np.abs(weight[:128, :128]).max(), rtol=1e-6)
-
-
-def test_a_block_of_zeros_stays_zero() -> None:
-    payload, scale = quantize_blocks(np.zeros((2, 2), np.float32))
-    assert (payload.astype(np.float32) == 0).all()
-    assert (scale == 1).all()
+        for f in ("fp8", "mxfp8"):
+            error = np.abs(each[f][name] - exact)
+            assert (error <= np.abs(exact) / 15 + largest / 448 / 256).all(), name
+        # Half of the step from 4 to 6, and for MXFP4 what lies between 6 and 7 of its power of two.
+        assert np.abs(each["nvfp4"][name] - exact).max() <= largest / 5, name
+        assert np.abs(each["mxfp4"][name] - exact).max() <= largest / 4, name
 
 
 def test_tokenizer_config_and_defaults_fit_each_other(made: tuple[WeightFormat, Path]) -> None:
@@ -274,6 +261,15 @@ def test_a_failure_leaves_nothing(
         ({"seed": -1}, "seed is -1"),
         ({"shape": TinyShape(num_hidden_layers=0)}, "num_hidden_layers is 0"),
         ({"shape": TinyShape(vocab_size=100)}, "vocab_size is 100"),
+        (
+            {"shape": TinyShape(hidden_size=80), "weight_format": "mxfp4"},
+            "hidden_size is 80; mxfp4 needs a multiple",
+        ),
+        ({"shape": TinyShape(intermediate_size=24), "weight_format": "nvfp4"}, "intermediate_size is 24; nvfp4 needs"),
+        (
+            {"shape": TinyShape(head_dim=2), "weight_format": "mxfp8"},
+            "num_attention_heads x head_dim is 16; mxfp8",
+        ),
     ],
 )
 def test_impossible_arguments_are_refused(tmp_path: Path, arguments: dict[str, Any], message: str) -> None:

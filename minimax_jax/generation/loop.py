@@ -12,7 +12,8 @@ from minimax_jax.cache import Cache
 from minimax_jax.config import MiniMaxM2Config, Parallelism
 from minimax_jax.generation.limits import NOT_FINITE
 from minimax_jax.generation.sampling import Logprobs, Sampling, log_probabilities, no_logprobs, sample
-from minimax_jax.model import Weights, build
+from minimax_jax.model import MiniMaxM2, Weights, build
+from pallas_kernels.dispatch import Implementation
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,6 +24,7 @@ class Settings:
     parallelism: Parallelism
     dtype: jnp.dtype
     steps: int  # decode steps a call
+    implementation: Implementation = None  # of the kernels, None for the best there is
 
 
 @jax.tree_util.register_dataclass
@@ -76,7 +78,7 @@ def prefill(
     Returns:
       the cache, and logits with the rows whose prompt ends here.
     """
-    model = build(settings.config, settings.parallelism, settings.dtype, weights)
+    model = _model(settings, weights)
     hidden, cache = model(tokens, positions, cache)
     ending = jnp.take_along_axis(hidden, jnp.maximum(last, 0)[:, None, None], axis=1)[:, 0]
     return cache, jnp.where((last >= 0)[:, None], model.logits(ending), logits)
@@ -86,7 +88,7 @@ def all_logits(
     settings: Settings, weights: Weights, cache: Cache, tokens: jax.Array, positions: jax.Array
 ) -> tuple[Cache, jax.Array]:
     """One chunk, with the logits of every position: [B, chunk, V] float32."""
-    model = build(settings.config, settings.parallelism, settings.dtype, weights)
+    model = _model(settings, weights)
     hidden, cache = model(tokens, positions, cache)
     return cache, model.logits(hidden)
 
@@ -114,7 +116,7 @@ def decode(
         i, cache, rows, emitted = carry
         # Tied to the counter, so that no compiler decodes packed weights once outside the loop and keeps them.
         tied, i = lax.optimization_barrier((weights, i))
-        model = build(settings.config, settings.parallelism, settings.dtype, tied)
+        model = _model(settings, tied)
         positions = jnp.where(rows.active, rows.position, -1)[:, None]
         hidden, cache = model(rows.token[:, None], positions, cache)
         rows, token, logprobs = _advance(rows, model.logits(hidden[:, 0]), sampling)
@@ -143,3 +145,7 @@ def _advance(rows: Rows, logits: jax.Array, sampling: Sampling) -> tuple[Rows, j
     finite = jnp.all(jnp.isfinite(logits), axis=-1)
     moved = Rows(token, rows.position + rows.active, generated, rows.active & ~stopped & finite)
     return moved, jnp.where(rows.active, jnp.where(finite, token, NOT_FINITE), -1), logprobs
+
+
+def _model(settings: Settings, weights: Weights) -> MiniMaxM2:
+    return build(settings.config, settings.parallelism, settings.dtype, weights, settings.implementation)

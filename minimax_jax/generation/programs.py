@@ -22,6 +22,7 @@ from minimax_jax.generation.sampling import Sampling
 from minimax_jax.model import abstract_parameters, has_kv_scales
 from minimax_jax.parameters import ParameterSpec
 from minimax_jax.sharding import Axes, partition_spec, shard_map
+from pallas_kernels.dispatch import Implementation
 from pallas_kernels.quant import (
     PAYLOAD_DTYPES,
     SCALE_DTYPES,
@@ -106,6 +107,7 @@ def abstract_programs(
     max_model_len: int = 4096,
     chunk: int = PAGE_SIZE,
     steps: int = 16,
+    implementation: Implementation = None,
 ) -> dict[str, tuple[Jitted, tuple[Any, ...]]]:
     """Prefill and decode with abstract arguments, to compile without a device or a weight.
 
@@ -113,7 +115,7 @@ def abstract_programs(
       weight_format: one of WEIGHT_FORMATS.
     """
     weights = abstract_weights(config, parallelism, mesh, weight_format)
-    programs = Programs(Settings(config, parallelism, dtype, steps), mesh, weights)
+    programs = Programs(Settings(config, parallelism, dtype, steps, implementation), mesh, weights)
     cache = abstract_cache(config, parallelism, max_num_seqs=max_num_seqs, max_model_len=max_model_len, dtype=dtype)
     axes = cache_axes(config.num_hidden_layers)
 

@@ -15,6 +15,7 @@ from minimax_jax.cache import PAGE_TABLE_AXES, Cache, abstract_cache, cache_axes
 from minimax_jax.errors import CheckpointError, RequestError
 from minimax_jax.generation.limits import MAX_STOP_IDS, NOT_FINITE
 from minimax_jax.generation.loop import Emitted, Rows, Settings
+from minimax_jax.generation.patience import FirstRuns
 from minimax_jax.generation.programs import Programs, is_axes
 from minimax_jax.generation.sampling import Sampling
 from minimax_jax.model import Weights
@@ -71,10 +72,12 @@ class Runner:
         max_model_len: int,
         cache_dtype: jnp.dtype,
         chunk: int,
+        startup_timeout: float = 600.0,
     ) -> None:
         self.programs = Programs(settings, mesh, weights)
         self.weights, self.mesh, self.settings = weights, mesh, settings
         self.max_num_seqs, self.max_model_len, self.chunk = max_num_seqs, max_model_len, chunk
+        self._first_runs = FirstRuns(startup_timeout)
         self._cache_dtype = cache_dtype
         self._cache = self._new_cache()
         self._calls = 0
@@ -102,6 +105,7 @@ class Runner:
                     "read a stream to its end, or leave it, before the next call"
                 )
             self._cache, rows, emitted = self.programs.decode(self.weights, self._live_cache(), rows, sampling)
+            self._first_runs.wait("decode", rows)
 
     def logits(self, prompt: Sequence[int]) -> np.ndarray:
         """Logits of every position of one prompt, [T, V] float32."""
@@ -115,6 +119,7 @@ class Runner:
         for start in range(0, len(prompt), self.chunk):
             tokens, positions, _ = self._chunk([prompt] * data, range(data), data, start)
             cache, logits = self.programs.all_logits(self.weights, cache, tokens, positions)
+            self._first_runs.wait("logits", logits)
             parts.append(np.asarray(logits[0, : len(prompt) - start]))
         self._cache = dataclasses.replace(cache, page_table=table)
         return np.concatenate(parts)
@@ -130,6 +135,7 @@ class Runner:
             self._cache, logits = self.programs.prefill(
                 self.weights, self._live_cache(), tokens, positions, last, logits
             )
+            self._first_runs.wait("prefill", logits)
         lengths = np.zeros((B,), np.int32)
         lengths[list(slots)] = [len(prompt) for prompt in prompts]
         rows, emitted = self.programs.first_token(logits, sampling, self._rows(lengths))

@@ -11,16 +11,23 @@ from minimax_jax.modules.attention import Attention
 from minimax_jax.modules.moe import SparseMoeBlock
 from minimax_jax.modules.norms import RMSNorm
 from minimax_jax.modules.step import Step
+from pallas_kernels.dispatch import Implementation
 
 
 class DecoderLayer(nnx.Module):
     """Pre-norm, residual in the compute dtype. Source: transformers `MiniMaxM2DecoderLayer`."""
 
-    def __init__(self, config: MiniMaxM2Config, parallelism: Parallelism, kv_scales: bool = False) -> None:
+    def __init__(
+        self,
+        config: MiniMaxM2Config,
+        parallelism: Parallelism,
+        kv_scales: bool = False,
+        implementation: Implementation = None,
+    ) -> None:
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.self_attn = Attention(config, parallelism, kv_scales)
+        self.self_attn = Attention(config, parallelism, kv_scales, implementation)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.block_sparse_moe = SparseMoeBlock(config, parallelism)
+        self.block_sparse_moe = SparseMoeBlock(config, parallelism, implementation)
 
     def __call__(self, x: jax.Array, cache: LayerCache, step: Step) -> tuple[jax.Array, LayerCache]:
         """x [B, T, D] -> ([B, T, D], updated cache)."""

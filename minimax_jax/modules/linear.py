@@ -9,18 +9,25 @@ from flax import nnx
 from minimax_jax.modules.parameter import array, declare
 from minimax_jax.parameters import ParameterSpec
 from minimax_jax.sharding import model_all_gather, model_index, model_psum
+from pallas_kernels.dispatch import Implementation
 from pallas_kernels.linear import linear
+from pallas_kernels.quant import QuantTensor
 
 
 class Linear(nnx.Module):
-    """y = x W^T without a bias; W [rows, cols], plain or packed."""
+    """y = x W^T without a bias; W [rows, cols], plain or packed.
 
-    def __init__(self, spec: ParameterSpec) -> None:
+    `implementation` is for packed weights: a plain matrix product is XLA's.
+    """
+
+    def __init__(self, spec: ParameterSpec, implementation: Implementation = None) -> None:
         self.weight = declare(spec)
+        self.implementation = implementation
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """x [..., local cols] -> [..., local rows] float32, a partial sum where the columns are spread."""
-        return linear(x, self.weight.get_value())
+        weight = self.weight.get_value()
+        return linear(x, weight, implementation=self.implementation if isinstance(weight, QuantTensor) else "xla")
 
 
 class Embedding(nnx.Module):
@@ -38,12 +45,12 @@ class Embedding(nnx.Module):
         return model_psum(jnp.where(held[..., None], rows, 0))
 
 
-class LMHead(nnx.Module):
+class LMHead(Linear):
     """Logits, vocabulary spread over the model axis; one all-gather a step."""
 
-    def __init__(self, vocab_size: int, hidden_size: int) -> None:
-        self.weight = declare(ParameterSpec((vocab_size, hidden_size), ("vocab", "hidden")))
+    def __init__(self, vocab_size: int, hidden_size: int, implementation: Implementation = None) -> None:
+        super().__init__(ParameterSpec((vocab_size, hidden_size), ("vocab", "hidden")), implementation)
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """x [..., D] -> [..., V] float32 on every device."""
-        return model_all_gather(linear(x, self.weight.get_value()), axis=x.ndim - 1)
+        return model_all_gather(super().__call__(x), axis=x.ndim - 1)

@@ -12,6 +12,7 @@ from minimax_jax.modules.parameter import array, declare
 from minimax_jax.parameters import ParameterSpec
 from minimax_jax.sharding import model_index, model_psum
 from pallas_kernels.activation import SwiGLU
+from pallas_kernels.dispatch import Implementation
 from pallas_kernels.dot import dot_t
 from pallas_kernels.grouped_moe import grouped_moe
 
@@ -28,13 +29,16 @@ class Experts(nnx.Module):
 class SparseMoeBlock(nnx.Module):
     """Top-k of E experts a token. Source: transformers `MiniMaxM2SparseMoeBlock`."""
 
-    def __init__(self, config: MiniMaxM2Config, parallelism: Parallelism) -> None:
+    def __init__(
+        self, config: MiniMaxM2Config, parallelism: Parallelism, implementation: Implementation = None
+    ) -> None:
         E, D = config.num_local_experts, config.hidden_size
         self.gate = Gate(ParameterSpec((E, D), (None, "hidden"), "float32"))
         self.e_score_correction_bias = declare(ParameterSpec((E,), (None,), "float32"))
         self.experts = Experts(config)
         self.k = config.num_experts_per_tok
         self.activation = SwiGLU()
+        self.implementation = implementation
         self.spread_experts = parallelism.experts == "expert"
 
     def __call__(self, x: jax.Array, real: jax.Array) -> jax.Array:
@@ -46,7 +50,7 @@ class SparseMoeBlock(nnx.Module):
         if self.spread_experts:
             ids = ids - model_index() * w2.shape[0]  # another device's experts fall outside 0..local E - 1
         ids = jnp.where(real.reshape(-1, 1), ids, -1)
-        out = grouped_moe(tokens, w13, w2, ids, weights, activation=self.activation)
+        out = grouped_moe(tokens, w13, w2, ids, weights, activation=self.activation, implementation=self.implementation)
         return model_psum(out).astype(x.dtype).reshape(B, T, D)
 
 

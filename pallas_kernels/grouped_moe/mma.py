@@ -2,8 +2,9 @@
 
 The product is transposed, out^T = W x^T: a warp's 16 x 64 tile of W, in the order of `pallas_kernels.tiles`, is decoded
 into the first operand of `mma.m16n8k16`, and tokens are its narrow side, eight at a time. Every array in the kernel is
-one value a register: element i belongs to register i % 4 of lane i // 4 % 32 of warp i // 128, which is how Triton lays
-out a coalesced load of 16 bytes a thread. The kernel checks that this is so where it runs and gives NaN where it is not.
+one value a register: element i belongs to register i % 4 of lane i // 4 % 32 of warp i // 128, which is how Triton
+lays out a coalesced load of 16 bytes a thread. The kernel checks that this is so where it runs and gives NaN where it
+is not.
 
 A code's bits placed at the top of a bfloat16 mantissa and the bottom of its exponent read as value x 2^-126, and one
 packed multiplication by a power of two makes the scaled weight, exactly. What is left of the power is applied to the
@@ -97,7 +98,7 @@ def gate_up_mma(
     """
     R, F = plan.order.size, w13.shape[-2]
     out = jax.ShapeDtypeStruct((R * F,), jnp.bfloat16)
-    return _Job(w13, out, plan, tuning, k, activation).run(operand_order(x), [], name="moe_gate_up").reshape(R, F)
+    return _Job(w13, out, plan, tuning, k, activation).run(operand_order(x), [], name="moe_gate_up_mma").reshape(R, F)
 
 
 def down_mma(
@@ -115,7 +116,11 @@ def down_mma(
     """
     R, D = plan.order.size, w2.shape[-2]
     out = jax.ShapeDtypeStruct((R * D,), jnp.float32)
-    return _Job(w2, out, plan, tuning, 1, None).run(hidden, [expert_weights.reshape(-1)], name="moe_down").reshape(R, D)
+    return (
+        _Job(w2, out, plan, tuning, 1, None)
+        .run(hidden, [expert_weights.reshape(-1)], name="moe_down_mma")
+        .reshape(R, D)
+    )
 
 
 def operand_order(x: jax.Array) -> jax.Array:
@@ -143,7 +148,14 @@ class _Job:
         k: int,
         activation: SwiGLU | None,
     ) -> None:
-        self.weight, self.out, self.plan, self.tuning, self.k, self.activation = weight, out, plan, tuning, k, activation
+        self.weight, self.out, self.plan, self.tuning, self.k, self.activation = (
+            weight,
+            out,
+            plan,
+            tuning,
+            k,
+            activation,
+        )
         self.rows, self.cols = weight.shape[-2:]
         self.token_tiles = plan.M // TOKENS
         # A warp's tiles come in two halves: the same rows of w1 and w3, or neighbouring rows of w2.
@@ -196,7 +208,15 @@ class _Lanes:
 
 
 def _kernel(
-    job: _Job, expert_ref: Any, start_ref: Any, end_ref: Any, order_ref: Any, x_ref: Any, w_ref: Any, s_ref: Any, *rest: Any
+    job: _Job,
+    expert_ref: Any,
+    start_ref: Any,
+    end_ref: Any,
+    order_ref: Any,
+    x_ref: Any,
+    w_ref: Any,
+    s_ref: Any,
+    *rest: Any,
 ) -> None:
     *extra, out_ref = rest
     block = pl.program_id(1)
@@ -228,12 +248,14 @@ def _sums(
     2t and 2t + 1."""
     per_step, per_half = job.tuning.tiles, job.tuning.row_tiles
     tile_rows, tiles = job.rows // ROWS, job.cols // COLS
-    first = _first_row(job, lanes) // ROWS
+    first = lax.div(_first_row(job, lanes), ROWS)
+    # Of each row tile its place in its matrix, and in the stack.
     if job.activation is not None:
-        starts = [(expert * 2 + half) * tile_rows + first for half in (0, 1)]
+        local = [first + r for _ in (0, 1) for r in range(per_half)]
+        row_tiles = [(expert * 2 + i // per_half) * tile_rows + tile for i, tile in enumerate(local)]
     else:
-        starts = [expert * tile_rows + first + half * per_half for half in (0, 1)]
-    row_tiles = [start + r for start in starts for r in range(per_half)]
+        local = [first + r for r in range(2 * per_half)]
+        row_tiles = [expert * tile_rows + tile for tile in local]
     blocks = COLS // job.weight.format.block[1]
     lane_scale = (lanes.g * blocks + lax.div(lanes.t * blocks, 4)) * 4 + lanes.reg
     lane_word = lanes.t * 4 + lanes.reg
@@ -244,7 +266,9 @@ def _sums(
     for n in range(job.token_tiles):
         place = start + n * TOKENS + lanes.g
         valid = place < end
-        row = place if job.activation is None else lax.div(_triton.load(order_ref.at[place], mask=valid, other=0), job.k)
+        row = (
+            place if job.activation is None else lax.div(_triton.load(order_ref.at[place], mask=valid, other=0), job.k)
+        )
         x_at.append(row * (job.cols // 2) + lane_word)
         x_valid.append(valid)
 
@@ -254,21 +278,22 @@ def _sums(
         zero = 0.0 if jnp.issubdtype(ref.dtype, jnp.floating) else 0
         return _triton.load(ref.at[at], mask=mask, other=zero)
 
-    def there(step: jax.Array, tile: int) -> jax.Array | None:
+    def there(step: jax.Array, tile: int, row_tile: jax.Array) -> jax.Array | None:
         """Mask of weights, None where all are."""
         masks = [] if job.even else [jnp.broadcast_to(step * per_step + tile < tiles, (lanes.size,))]
-        masks += [] if job.even_rows else [first < tile_rows]
+        masks += [] if job.even_rows else [row_tile < tile_rows]
         return functools.reduce(jnp.logical_and, masks) if masks else None
 
     def load_weights(step: jax.Array) -> tuple[list[list[jax.Array]], list[list[jax.Array]]]:
         """Of each row tile: the words of each tile of the step, the scales of each pair."""
         words = [
-            [load(w_ref, at + (step * per_step + tile) * 128, there(step, tile)) for tile in range(per_step)]
-            for at in w_at
+            [load(w_ref, at + (step * per_step + tile) * 128, there(step, tile, row)) for tile in range(per_step)]
+            for at, row in zip(w_at, local, strict=True)
         ]
+        pairs = per_step // 2
         scales = [
-            [load(s_ref, at + (step * per_step // 2 + i) * 32 * blocks, there(step, 2 * i)) for i in range(per_step // 2)]
-            for at in s_at
+            [load(s_ref, at + (step * pairs + i) * 32 * blocks, there(step, 2 * i, row)) for i in range(pairs)]
+            for at, row in zip(s_at, local, strict=True)
         ]
         return words, scales
 
@@ -370,12 +395,12 @@ def _decode(format: str, words: jax.Array, scales: jax.Array, word: int, byte: i
 
 def _mma(low: jax.Array, high: jax.Array, x: jax.Array, sums: jax.Array) -> jax.Array:
     """Two m16n8k16 products: rows g in `low`, rows g + 8 in `high`, added to `sums`."""
-    name = "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32"
-    text = "\n".join(
-        f"{name} {{$0, $1, $2, $3}}, {{${4 + i}, ${8 + i}, ${5 + i}, ${9 + i}}}, {{${12 + i}, ${13 + i}}}, {{$0, $1, $2, $3}};"
-        for i in (0, 2)
-    )
-    return _asm(text, [low, high, x, sums], jnp.float32)
+    lines = []
+    for i in (0, 2):
+        a, b = f"{{${4 + i}, ${8 + i}, ${5 + i}, ${9 + i}}}", f"{{${12 + i}, ${13 + i}}}"
+        name = "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32"
+        lines.append(f"{name} {{$0, $1, $2, $3}}, {a}, {b}, {{$0, $1, $2, $3}};")
+    return _asm("\n".join(lines), [low, high, x, sums], jnp.float32)
 
 
 def _asm(text: str, args: list[jax.Array], dtype: Any) -> jax.Array:

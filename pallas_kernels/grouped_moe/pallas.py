@@ -73,7 +73,7 @@ def _grouped_moe(
     activation: SwiGLU,
     interpret: bool = False,
 ) -> jax.Array:
-    (N, k), E = expert_ids.shape, w2.shape[0]
+    k, E = expert_ids.shape[1], w2.shape[0]
     rows, gate_up, down = parts(x, w13, w2, k, activation, interpret)
     plan = plan_blocks(expert_ids, E, rows)
     y = down(gate_up(x, plan), plan, expert_weights)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Callable
 from typing import Any
 
@@ -12,8 +11,9 @@ from jax import lax
 
 from moe_bench.cases import Layer
 from pallas_kernels.activation import SwiGLU
-from pallas_kernels.grouped_moe import grouped_moe
-from pallas_kernels.quant import Weight
+from pallas_kernels.grouped_moe import grouped_moe, kernel, mma
+from pallas_kernels.grouped_moe.routing import plan_blocks, rows_per_expert
+from pallas_kernels.quant import QuantTensor, Weight
 
 KERNEL_PARTS = ("routing", "gate_up", "down", "sum", "experts")
 Tuning = dict[str, Any] | None
@@ -21,9 +21,7 @@ Tuning = dict[str, Any] | None
 
 def has_kernels(implementation: str | None) -> bool:
     """Whether the parts can be timed apart; without them only the public op is timed."""
-    return (
-        implementation in (None, "pallas") and importlib.util.find_spec("pallas_kernels.grouped_moe.kernel") is not None
-    )
+    return implementation in (None, "pallas")
 
 
 def activation_of(layer: Layer) -> SwiGLU:
@@ -31,27 +29,35 @@ def activation_of(layer: Layer) -> SwiGLU:
     return SwiGLU(layer.alpha, layer.beta, layer.limit)
 
 
-def kernel_parts(layer: Layer, tuning: Tuning) -> dict[str, Callable[..., Any]]:
-    """The kernels' own entry points by part. This function is the only one that knows their signatures.
+def kernel_parts(layer: Layer, w13: Weight, tuning: Tuning) -> dict[str, Callable[..., Any]]:
+    """The kernels' own entry points by part: the tensor-core ones for weights in tile order, else the portable ones.
 
     routing(ids) -> plan; gate_up(w13, x, plan) -> hidden; down(w2, hidden, plan, weights) -> rows; sum(rows) -> out;
     experts(w13, w2, x, plan, weights) -> out.
     """
-    from pallas_kernels.grouped_moe import kernel, routing
-
     activation = activation_of(layer)
-    options = {} if tuning is None else {"tuning": tuning}
+    interpret = jax.default_backend() == "cpu"
+    tiled = isinstance(w13, QuantTensor) and w13.format.order == "tiles"
+
+    def tuned(R: int) -> mma.LayerTuning:
+        if tuning is None:
+            return mma.choose(rows_per_expert(R, layer.E), R)
+        given = {name: mma.MmaTuning(*tuning[name]) for name in ("gate_up", "down")}
+        return mma.LayerTuning(tuning["rows"], **given)
 
     def plan(ids: jax.Array) -> Any:
-        return routing.plan_blocks(ids, layer.E, block_rows(ids.size, layer.E, tuning))
+        rows = tuned(ids.size).rows if tiled else kernel.block_rows(ids.size, layer.E)
+        return plan_blocks(ids, layer.E, (tuning or {}).get("rows", rows))
 
     def gate_up(w13: Weight, x: jax.Array, plan: Any) -> jax.Array:
-        out: jax.Array = kernel.gate_up(x, w13, plan, activation, **options)
-        return out
+        if tiled:
+            return mma.gate_up_mma(x, w13, plan, layer.k, activation, tuned(plan.order.size).gate_up)
+        return kernel.gate_up(x, w13, plan, layer.k, activation, interpret=interpret, tuning=tuning)
 
     def down(w2: Weight, hidden: jax.Array, plan: Any, weights: jax.Array) -> jax.Array:
-        out: jax.Array = kernel.down(hidden, w2, plan, weights, **options)
-        return out
+        if tiled:
+            return mma.down_mma(hidden, w2, plan, weights, tuned(plan.order.size).down)
+        return kernel.down(hidden, w2, plan, weights, interpret=interpret, tuning=tuning)
 
     def weighted_sum(rows: jax.Array) -> jax.Array:
         return jnp.sum(rows.reshape(-1, layer.k, layer.D), axis=1)
@@ -60,14 +66,6 @@ def kernel_parts(layer: Layer, tuning: Tuning) -> dict[str, Callable[..., Any]]:
         return weighted_sum(down(w2, gate_up(w13, x, plan), plan, weights))
 
     return {"routing": plan, "gate_up": gate_up, "down": down, "sum": weighted_sum, "experts": experts}
-
-
-def block_rows(R: int, E: int, tuning: Tuning) -> int:
-    """Rows of a block of the plan: --tuning '{"M": 16}', else the mean rows of an expert as a power of two."""
-    if tuning is not None and "M" in tuning:
-        return int(tuning["M"])
-    mean = max(1, -(-R // E))
-    return min(128, max(8, 1 << (mean - 1).bit_length()))
 
 
 def layer_op(layer: Layer, implementation: str | None) -> Callable[..., jax.Array]:

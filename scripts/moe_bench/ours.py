@@ -143,7 +143,7 @@ def _programs(layer: Layer, weights: Any, inputs: Any, options: Options, with_xl
     xs, ids, gates = zip(*inputs, strict=True)
     programs = []
     if calls.has_kernels(options.implementation):
-        fns = calls.kernel_parts(layer, options.tuning)
+        fns = calls.kernel_parts(layer, w13, options.tuning)
         shared = {"gate_up": (w13,), "down": (w2,), "experts": (w13, w2)}
         items: dict[str, Callable[[Made], Any]] = {
             "routing": lambda made: list(zip(ids, strict=True)),

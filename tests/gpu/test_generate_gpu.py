@@ -14,6 +14,7 @@ import pytest
 
 from minimax_jax import LLM, SamplingParams
 from minimax_jax.tiny import TinyShape, make_tiny
+from pallas_kernels.quant import QuantTensor
 from tests.checkpoints import FIXTURE_NAMES, FIXTURES, read_expected
 
 pytestmark = pytest.mark.gpu
@@ -39,11 +40,15 @@ def test_logits_and_greedy_tokens(name: str, placement: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("weight_format", ["bf16", "fp8"])
+@pytest.mark.parametrize("weight_format", ["bf16", "fp8", "mxfp4", "nvfp4"])
 def test_batch_independence(dtype: str, weight_format: str, tmp_path: Path, seed: int) -> None:
     shape = TinyShape(vocab_size=512, num_hidden_layers=2)
     directory = make_tiny(tmp_path / "tiny", shape=shape, weight_format=weight_format)
     llm = LLM(directory, dtype=dtype, max_num_seqs=4, max_model_len=512)
+    w13 = llm.runner.weights["layers.0.block_sparse_moe.experts.w13"]
+    tiled = isinstance(w13, QuantTensor) and w13.format.order == "tiles"
+    nvidia = "NVIDIA" in jax.devices()[0].device_kind
+    assert tiled == (nvidia and dtype == "bfloat16" and weight_format in ("mxfp4", "nvfp4"))
     rng = np.random.default_rng(seed)
     prompts = [rng.integers(0, 512, n).tolist() for n in (3, 90, 130, 17)]
     params = [SamplingParams(temperature=t, seed=1, max_tokens=12, logprobs=2) for t in (0.0, 1.0, 0.7, 0.0)]

@@ -8,7 +8,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from pallas_kernels import decode
+from pallas_kernels import decode, product
 from pallas_kernels.activation import SwiGLU
 from pallas_kernels.grouped_moe.kernel import down, gate_up, supports, why_not
 from pallas_kernels.grouped_moe.routing import plan_blocks
@@ -37,11 +37,12 @@ def check(
     tolerance: float,
     divides: bool = False,
     only_gate_up: bool = False,
+    block: tuple[int, int] | None = None,
 ) -> None:
     """Both kernels, each on equal inputs, row by row."""
     N, k, E, D, F, M = sizes
-    small = (1, 16) if name.startswith("mx") and F % 32 else None
-    w13, wide13 = random_weight(rng, name, (E, 2, F, D), global_divides=divides, dtype=dtype)
+    small = (1, 16) if name.startswith("mx") and F % 32 else block
+    w13, wide13 = random_weight(rng, name, (E, 2, F, D), block=block, global_divides=divides, dtype=dtype)
     w2, wide2 = random_weight(rng, name, (E, D, F), block=small, global_divides=divides, dtype=dtype)
     x = jnp.asarray(rng.normal(size=(N, D)), dtype)
     ids = np.argsort(rng.random((N, E)), axis=1)[:, :k].astype(np.int32)
@@ -93,6 +94,14 @@ class TestAgainstFloat64:
 
 def test_global_scales_that_divide(seed: int) -> None:
     check(np.random.default_rng(seed), "nvfp4", OAI, FEW, jnp.float32, 1e-5, divides=True)
+
+
+@pytest.mark.parametrize("name", ["fp8", "mxfp8"])
+def test_large_stacks_are_read_as_words(name: str, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(product, "LARGE", 0)
+    block = (16, 64) if name == "fp8" else None
+    sizes = (7, 2, 5, 192, 160, 8)
+    check(np.random.default_rng(seed), name, OAI, sizes, jnp.float32, 1e-5, block=block)
 
 
 @pytest.mark.parametrize("name", FORMATS)
@@ -179,8 +188,12 @@ def test_what_no_kernel_reads_is_told() -> None:
     assert not supports(odd)
     tiled = QuantTensor(words, scale, Format("mxfp4", (1, 32), order="tiles"))
     plan = plan_blocks(jnp.zeros((1, 1), jnp.int32), 1, 1)
-    for weight, problem in ((odd, "a block of 24 columns"), (tiled, "its payload lies in the order 'tiles'")):
+    for weight, problem in (
+        (odd, "fp8 blocks of 32 x 24 in 72 columns"),
+        (tiled, "its payload lies in the order 'tiles'"),
+    ):
         with pytest.raises(ValueError, match=f"no kernel for this weight: {problem}"):
             gate_up(jnp.zeros((1, weight.shape[-1])), weight, plan, 1, SwiGLU(), interpret=True)
     big = jax.ShapeDtypeStruct((256, 2, 1536, 3072), jnp.float8_e4m3fn)
-    assert "32-bit offsets" in str(why_not(QuantTensor(big, scale, Format("mxfp8", (1, 32)))))
+    assert supports(QuantTensor(big, scale, Format("fp8", (128, 64))))  # as words
+    assert "32 x 32 in 3072 columns" in str(why_not(QuantTensor(big, scale, Format("fp8", (32, 32)))))

@@ -16,6 +16,8 @@ import transformers
 from safetensors.torch import load_file, save_file
 from transformers import MiniMaxM2Config, MiniMaxM2ForCausalLM
 
+from tests.packed import decode_all, read_checkpoint
+
 LOGITS_STD = 2.5
 FP8_MAX = 448.0
 LEAST_MARGIN = 1e-5  # below this, two implementations may choose different experts
@@ -154,19 +156,13 @@ def quantize_fp8(source: Path, destination: Path, block: tuple[int, int] = (128,
 
 
 def dequantized_model(directory: Path) -> MiniMaxM2ForCausalLM:
-    """A plain or FP8 checkpoint in float32: its bytes are decoded here, only the arithmetic is transformers'."""
+    """A plain or packed checkpoint in float32: its bytes are decoded here, only the arithmetic is transformers'."""
     config = _eager(MiniMaxM2Config.from_pretrained(directory))
     quantization = getattr(config, "quantization_config", None)
     if quantization is not None:
         del config.quantization_config
-    tensors: dict[str, np.ndarray] = {}
-    for file in sorted(directory.glob("*.safetensors")):
-        tensors |= read_safetensors(file)
-    for name in [name for name in tensors if name.endswith("_scale_inv")]:
-        scale, weight = tensors.pop(name), tensors[name.removesuffix("_scale_inv")]
-        rows, columns = quantization["weight_block_size"]
-        wide = scale.repeat(rows, axis=0).repeat(columns, axis=1)
-        weight *= wide[: weight.shape[0], : weight.shape[1]]
+    rows, columns = (quantization or {}).get("weight_block_size") or (128, 128)
+    tensors = decode_all(read_checkpoint(directory), (rows, columns))
     model = MiniMaxM2ForCausalLM(config).eval()
     state = {}
     for name in model.state_dict():
@@ -187,26 +183,6 @@ def dequantized_model(directory: Path) -> MiniMaxM2ForCausalLM:
         raise ValueError(f"{directory} has tensors that the model does not: {sorted(tensors)[:5]}")
     model.load_state_dict(state)
     return model
-
-
-def read_safetensors(file: Path) -> dict[str, np.ndarray]:
-    """All tensors of a file as float32, by the format's own description."""
-    raw = file.read_bytes()
-    data = 8 + int.from_bytes(raw[:8], "little")
-    tensors = {}
-    for name, entry in json.loads(raw[8:data]).items():
-        if name == "__metadata__":
-            continue
-        begin, end = (data + offset for offset in entry["data_offsets"])
-        bits = np.frombuffer(raw[begin:end], {"F32": "<u4", "BF16": "<u2", "F8_E4M3": "u1"}[entry["dtype"]])
-        if entry["dtype"] == "F32":
-            values = bits.view("<f4").copy()
-        elif entry["dtype"] == "BF16":
-            values = (bits.astype(np.uint32) << 16).view(np.float32)
-        else:
-            values = _e4m3_values()[bits]
-        tensors[name] = values.reshape(entry["shape"])
-    return tensors
 
 
 # ---- what the oracle says
@@ -361,12 +337,3 @@ def _fp8_blocks(weight: torch.Tensor, block: tuple[int, int]) -> tuple[torch.Ten
     scale[scale == 0] = 1.0
     payload = (blocks / scale[:, None, :, None]).clip(-FP8_MAX, FP8_MAX).reshape(padded.shape)
     return payload[:rows, :columns].to(torch.float8_e4m3fn).contiguous(), scale
-
-
-def _e4m3_values() -> np.ndarray:
-    """What each of the 256 codes of e4m3fn means: no infinity, NaN where all of exponent and mantissa is set."""
-    code = np.arange(256)
-    sign, exponent, mantissa = 1.0 - 2.0 * (code >> 7), (code >> 3) & 15, (code & 7) / 8
-    values = sign * np.where(exponent == 0, mantissa * 2.0**-6, (1 + mantissa) * 2.0 ** (exponent - 7.0))
-    values[(code & 127) == 127] = np.nan
-    return values.astype(np.float32)

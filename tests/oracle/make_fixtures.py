@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 from transformers import MiniMaxM2ForCausalLM
 
+from minimax_jax.quantize import PackedFormat, quantize_checkpoint
 from tests.checkpoints import FIXTURES
 from tests.oracle import m2
 
@@ -38,12 +39,17 @@ SHAPE: dict[str, Any] = {
 PLAIN = SHAPE | {"head_dim": 16, "rotary_dim": 8, "intermediate_size": 128}
 # Two rows of blocks in w1, w3 and q_proj, two columns in w2 and o_proj; four devices and more cut them.
 PACKED = SHAPE | {"head_dim": 32, "rotary_dim": 16, "intermediate_size": 256}
+# One block of MXFP4 to a row of w1 and w3, four to one of w2, which eight devices cut in halves.
+FP4 = SHAPE | {"hidden_size": 32, "num_hidden_layers": 1, "head_dim": 8, "rotary_dim": 4, "intermediate_size": 128}
+NAMES = ("tiny-m2-bf16", "tiny-m2-fp8-block", "tiny-m2-mxfp4", "tiny-m2-nvfp4")
 
 
 def make_fixtures(directory: Path) -> None:
-    """Write both checkpoints and their expectations; the same bytes each time, but for float sums in expected.npz."""
-    make_plain(directory / "tiny-m2-bf16")
-    make_packed(directory / "tiny-m2-fp8-block")
+    """Write all checkpoints and their expectations; the same bytes each time, but for float sums in expected.npz."""
+    make_plain(directory / NAMES[0])
+    make_packed(directory / NAMES[1])
+    make_fp4(directory / NAMES[2], "mxfp4", SEED + 2)
+    make_fp4(directory / NAMES[3], "nvfp4", SEED + 3)
 
 
 def make_plain(directory: Path) -> None:
@@ -57,6 +63,15 @@ def make_packed(directory: Path) -> None:
     with tempfile.TemporaryDirectory() as folder:
         plain = m2.save(m2.random_model(SEED + 1, **PACKED), Path(folder), spelling="published", max_shard_size="220KB")
         m2.quantize_fp8(plain, directory)
+        unquantized = m2.dequantized_model(plain)
+    _finish(directory, unquantized)
+
+
+def make_fp4(directory: Path, weight_format: PackedFormat, seed: int) -> None:
+    """Experts in FP4 by `minimax-jax quantize`, whose bytes other tests hold against Quark's; read by other code."""
+    with tempfile.TemporaryDirectory() as folder:
+        plain = m2.save(m2.random_model(seed, **FP4), Path(folder), spelling="published", max_shard_size="140KB")
+        quantize_checkpoint(plain, directory, weight_format)
         unquantized = m2.dequantized_model(plain)
     _finish(directory, unquantized)
 
@@ -119,6 +134,6 @@ def _greedy(model: MiniMaxM2ForCausalLM, ids: Sequence[int]) -> list[int]:
 
 if __name__ == "__main__":
     target = Path(sys.argv[1]) if len(sys.argv) > 1 else FIXTURES
-    for name in ("tiny-m2-bf16", "tiny-m2-fp8-block"):
+    for name in NAMES:
         shutil.rmtree(target / name, ignore_errors=True)
     make_fixtures(target)

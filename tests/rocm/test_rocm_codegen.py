@@ -35,20 +35,33 @@ def check(shared: Path, *options: str) -> subprocess.CompletedProcess[str]:
         ("gfx942", 16, "fp8", "tensor"),
         ("gfx942", 1, "fp8", "tensor"),
         ("gfx950", 8, "fp8", "tensor"),
+        ("gfx942", 8, "mxfp4", "tensor"),
+        ("gfx950", 8, "nvfp4", "expert"),
+        ("gfx950", 4, "mxfp8", "tensor"),
     ],
 )
 def test_steps_compile_and_copy_no_weight(
     shared: Path, target: str, model_parallel: int, weight_format: str, experts: str
 ) -> None:
     options = ["--target", target, "--model-parallel", str(model_parallel)]
-    result = check(shared, *options, "--format", weight_format, "--experts", experts)
+    result = check(shared, *options, "--format", weight_format, "--experts", experts, "--strict-experts")
     assert result.returncode == 0, result.stdout
     assert result.stdout.count("ok gfx") == 2  # decode and prefill
 
 
+@pytest.mark.parametrize("target", ["gfx942", "gfx950"])
+def test_kernels_compile_without_spills(shared: Path, target: str) -> None:
+    """The narrowest shapes, whose last step along K is ragged, one read as words, and each dense format."""
+    only = r"(gate_up|down) M2 .* tp8 |gate_up M2 .* tp1 mxfp8|linear M3 (o|down3072) tp8 "
+    result = check(shared, "--kernels", "--target", target, "--only", only)
+    assert result.returncode == 0, result.stdout
+    assert result.stdout.count(f"ok {target} ") == 20 + 2 + 14
+    assert "FAIL" not in result.stdout
+
+
 def test_the_check_can_fail(shared: Path) -> None:
     """The plain XLA experts copy one expert's weights at a time: what is a note by default."""
-    result = check(shared, "--program", "decode", "--strict-experts")
+    result = check(shared, "--program", "decode", "--strict-experts", "--implementation", "xla")
     assert result.returncode == 1
     assert (
         "copies a weight or the cache: dynamic-slice of weights['layers.0.block_sparse_moe.experts.w2']"
