@@ -146,7 +146,7 @@ def why_not(weight: Weight) -> str | None:
         return None
     name, (rows, cols), all_cols = weight.format.name, weight.format.block, weight.shape[-1]
     if weight.payload.dtype != PAYLOAD_DTYPES[name]:
-        return f"{name} with a payload of {weight.payload.dtype}"
+        return f"an {name} payload of {weight.payload.dtype}"
     planes = _planes(weight)
     if name == "fp8":
         fits = (cols >= all_cols or _power_of_two_in(cols) // planes >= MIN_DOT) and all_cols % planes == 0
