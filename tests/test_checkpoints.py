@@ -40,8 +40,14 @@ PAIRS = [
 ALL = [(name, mesh, placement) for name in NAMES for mesh in MESHES for placement in PLACEMENTS]
 
 
-def check(directory: Path, mesh: tuple[int, int], placement: str, implementation: str | None = None) -> None:
-    """Logits of every prompt at the positions that the file keeps, and its greedy continuations, all in one batch."""
+def check(
+    directory: Path, mesh: tuple[int, int], placement: str, implementation: str | None = None, generate: bool = True
+) -> None:
+    """Logits of every prompt at the positions that the file keeps, and its greedy continuations.
+
+    With `generate` the continuations are generated, all in one batch; without, each token must be the likeliest after
+    those before it, which needs no other compiled program.
+    """
     expected = read_expected(directory)
     llm = LLM(
         directory,
@@ -58,6 +64,12 @@ def check(directory: Path, mesh: tuple[int, int], placement: str, implementation
         assert np.abs(got - prompt.logits).max() <= TOLERANCE, f"prompt of {len(prompt.ids)} tokens"
     continued = [prompt for prompt in expected if prompt.greedy is not None]
     assert continued
+    if not generate:
+        for prompt in continued:
+            assert prompt.greedy is not None
+            logits = llm.logits([*prompt.ids, *prompt.greedy[:-1]])
+            assert logits[len(prompt.ids) - 1 :].argmax(axis=-1).tolist() == prompt.greedy
+        return
     outputs = llm.generate([prompt.ids for prompt in continued], SamplingParams(temperature=0, max_tokens=16))
     for output, prompt in zip(outputs, continued, strict=True):
         assert list(output.outputs[0].token_ids) == prompt.greedy
@@ -81,7 +93,8 @@ def test_the_pairs_are_all_there() -> None:
 def test_shared_checkpoints(
     shared: Path, name: str, mesh: tuple[int, int], placement: str, implementation: str
 ) -> None:
-    check(shared / "data" / "checkpoints" / name, mesh, placement, implementation)
+    generate = implementation == "xla" or mesh in ((1, 1), (1, 8))  # interpreted kernels take long to compile
+    check(shared / "data" / "checkpoints" / name, mesh, placement, implementation, generate)
 
 
 @pytest.mark.parametrize("name", NAMES)
