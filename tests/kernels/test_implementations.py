@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import jax
+import jax.experimental.pallas
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -49,6 +50,8 @@ def without_triton(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         if name.rpartition(".")[2] in ("kernel", "pallas", "mma", "product", "_triton"):
             monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "jax.experimental.pallas.triton", None)
+    # Where it was imported before, `from jax.experimental.pallas import triton` would find it here.
+    monkeypatch.delattr(jax.experimental.pallas, "triton", raising=False)
     dispatch.note_once.cache_clear()
     yield
     dispatch.note_once.cache_clear()
