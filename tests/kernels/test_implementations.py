@@ -10,7 +10,6 @@ from collections.abc import Iterator
 from typing import Any
 
 import jax
-import jax.experimental.pallas
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -46,12 +45,20 @@ def run(*args: Any, implementation: str | None = None) -> jax.Array:
 @contextlib.contextmanager
 def without_triton(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """As in a JAX that has dropped the route: importing it raises."""
-    for name in [n for n in sys.modules if n.startswith("pallas_kernels") and ("kernel" in n or "pallas" in n)]:
-        if name.rpartition(".")[2] in ("kernel", "pallas", "mma", "product", "_triton"):
-            monkeypatch.delitem(sys.modules, name)
+    again = [
+        name
+        for name in sys.modules
+        if name.startswith("pallas_kernels.")
+        and name.rpartition(".")[2] in ("kernel", "pallas", "mma", "product", "_triton")
+    ]
+    # `from package import module` would find what was imported before in the package.
+    for name in [*again, "jax.experimental.pallas.triton"]:
+        package, _, module = name.rpartition(".")
+        if package in sys.modules:
+            monkeypatch.delattr(sys.modules[package], module, raising=False)
+    for name in again:
+        monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "jax.experimental.pallas.triton", None)
-    # Where it was imported before, `from jax.experimental.pallas import triton` would find it here.
-    monkeypatch.delattr(jax.experimental.pallas, "triton", raising=False)
     dispatch.note_once.cache_clear()
     yield
     dispatch.note_once.cache_clear()
