@@ -33,7 +33,7 @@ from minimax_jax.checkpoint.safetensors_index import (
     open_checkpoint,
 )
 from minimax_jax.checkpoint.shard_writer import Layout, ShardWriter, layout_bytes
-from minimax_jax.config_keys import read_json_object
+from minimax_jax.config_keys import read_json_object, show
 from minimax_jax.destination import Destination, write_json
 from minimax_jax.errors import CheckpointError, ConfigError
 from minimax_jax.progress import Progress
@@ -45,8 +45,10 @@ _PART = 2**22  # elements that a thread works on at a time: 16 MB of float32, wi
 _THREADS = 8
 _ROWS = 128  # parts are whole blocks of rows
 _SCALE_INV = "_scale_inv"
+_OF_PACKED = ("weight_scale", "weight_packed", "weight_global_scale", "qweight", "input_scale", "input_global_scale")
 _MODEL_DTYPES = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
 _WEIGHT_FILES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".index.json")
+_CONFIGS = ("config.json", "hf_quant_config.json")  # written anew, and ModelOpt's words on the source's formats
 
 
 @dataclasses.dataclass(frozen=True)
@@ -113,6 +115,7 @@ def quantize_checkpoint(
     with open_checkpoint(source) as checkpoint:
         config = read_json_object(source / "config.json")
         jobs = _plan(checkpoint, config, weight_format, excluded)
+        others = _find_others(source)
         size = sum(layout_bytes(job.layout) for job in jobs)
         try:
             with Destination(destination) as partial:
@@ -121,7 +124,9 @@ def quantize_checkpoint(
                         f"{destination} needs {size / 1e6:,.0f} MB, but its disk has {free / 1e6:,.0f} MB free"
                     )
                 _write(checkpoint, jobs, partial, weight_format, destination)
-                _copy_others(source, partial)
+                for path in others:
+                    (partial / path).parent.mkdir(parents=True, exist_ok=True)
+                    shutil.copyfile(source / path, partial / path)
                 linear = [job for job in jobs if is_linear(job.info.name, job.info.shape)]
                 plain = [_module(job.info.name) for job in linear if not job.packed]
                 _write_config(partial, config, declare(weight_format, plain))
@@ -152,7 +157,10 @@ def _plan(
     """Jobs in the order of the source's shards; proves that every tensor is understood before any is read."""
     sections = [section for section in (config, config.get("text_config")) if isinstance(section, dict)]
     declared: Any = next((found for section in sections if (found := section.get("quantization_config"))), {})
-    method = declared.get("quant_method") if isinstance(declared, dict) else declared
+    if not isinstance(declared, dict):
+        where = checkpoint.directory / "config.json"
+        raise ConfigError(f"{where}: quantization_config {show(declared)} is not an object")
+    method = declared.get("quant_method")
     if declared and method != "fp8":
         raise CheckpointError(
             f"{checkpoint.directory} is quantized already (quant_method {method!r}); "
@@ -168,6 +176,8 @@ def _plan(
             if checkpoint.tensors[owner].dtype != "F8_E4M3":
                 raise CheckpointError(f"{info} scales {checkpoint.tensors[owner]}, expected F8_E4M3 there")
             continue
+        if _is_fp8_input_scale(checkpoint, info):
+            continue  # the formats that are written quantise inputs in other ways
         scale = _check_source(checkpoint, info)
         if scale is not None and weight_format == "fp8":
             raise CheckpointError(f"{info} is FP8 already; choose another format than fp8")
@@ -194,6 +204,13 @@ def _plan(
     return jobs
 
 
+def _is_fp8_input_scale(checkpoint: Checkpoint, info: TensorInfo) -> bool:
+    """Whether `info` is the static scale of an FP8 layer's input."""
+    module, _, parameter = info.name.rpartition(".")
+    weight = checkpoint.tensors.get(f"{module}.weight")
+    return parameter == "input_scale" and weight is not None and weight.dtype == "F8_E4M3"
+
+
 def _check_source(checkpoint: Checkpoint, info: TensorInfo) -> TensorInfo | None:
     """The scales of an FP8 tensor, None for a plain one."""
     scale = checkpoint.tensors.get(info.name + _SCALE_INV)
@@ -201,7 +218,7 @@ def _check_source(checkpoint: Checkpoint, info: TensorInfo) -> TensorInfo | None
         return scale
     parameter = info.name.rpartition(".")[2]
     packed = info.dtype.startswith("F8_") or info.dtype in ("U8", "I8")
-    if packed or parameter.startswith(("weight_scale", "weight_packed", "weight_global_scale", "qweight")):
+    if packed or parameter.startswith(_OF_PACKED):
         raise CheckpointError(
             f"{info} is of a weight that is quantized already; expected {', '.join(PLAIN)}, or F8_E4M3 with a "
             f"floating-point 'weight{_SCALE_INV}'"
@@ -248,7 +265,8 @@ def _model_dtype(sections: Sequence[Mapping[str, Any]]) -> str:
     """What an FP8 weight becomes where it is not packed again."""
     for section in reversed(sections):
         for key in ("dtype", "torch_dtype"):
-            if (found := section.get(key)) in _MODEL_DTYPES:
+            found = section.get(key)
+            if isinstance(found, str) and found in _MODEL_DTYPES:
                 return _MODEL_DTYPES[found]
     return "BF16"
 
@@ -362,16 +380,23 @@ def _copy_tensor(checkpoint: Checkpoint, info: TensorInfo, writer: ShardWriter) 
 # ---- the files beside the weights
 
 
-def _copy_others(source: Path, directory: Path) -> None:
-    """Tokenizer, chat template, generation config and the like; neither weights nor hidden files."""
+def _find_others(source: Path) -> list[Path]:
+    """Tokenizer, chat template, generation config and the like, inside `source`; neither weights nor hidden files.
+
+    Raises:
+      CheckpointError: one that cannot be copied, which is better said before the weights are written.
+    """
+    found = []
     for folder, folders, files in os.walk(source):
         folders[:] = [name for name in folders if not name.startswith(".")]
         for name in files:
-            if name.startswith(".") or name.endswith(_WEIGHT_FILES) or name == "config.json":
+            if name.startswith(".") or name.endswith(_WEIGHT_FILES) or name in _CONFIGS:
                 continue
-            target = directory / Path(folder).relative_to(source) / name
-            target.parent.mkdir(parents=True, exist_ok=True)
-            shutil.copyfile(Path(folder) / name, target)
+            path = Path(folder) / name
+            if not path.is_file():
+                raise CheckpointError(f"{path} is a link to nothing, or no file; fetch it again or remove it")
+            found.append(path.relative_to(source))
+    return found
 
 
 def _write_config(directory: Path, config: Mapping[str, Any], quantization: dict[str, Any]) -> None:

@@ -574,6 +574,59 @@ def test_a_bad_fp8_scale_or_code_is_named(tmp_path: Path) -> None:
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.parametrize("weight_format", ["mxfp4", "nvfp4", "mxfp8"])
+def test_static_input_scales_of_fp8_are_left_out(tmp_path: Path, weight_format: PackedFormat) -> None:
+    """Beside NVFP4 one would pass for the global scale of its inputs; beside a plain weight it scales nothing."""
+
+    def add(tensors: Any) -> None:
+        for name in [name for name in tensors if name.endswith(("w1.weight", "q_proj.weight"))]:
+            tensors[name.replace("weight", "input_scale")] = ("F32", np.array(0.01, np.float32))
+
+    fp8 = make_tiny(tmp_path / "fp8", weight_format="fp8", shape=SMALL)
+    static = rewritten(fp8, tmp_path / "static", add)
+    done = quantize_checkpoint(static, tmp_path / "out", weight_format).directory
+    assert not [name for name in read_checkpoint(done) if "input_scale" in name]
+    assert main(["inspect", str(done)]) == 0
+
+
+def test_an_input_scale_of_a_plain_weight_is_refused(source: Path, tmp_path: Path) -> None:
+    name = EXPERT.replace("weight", "input_scale")
+    bad = rewritten(source, tmp_path / "bad", lambda tensors: tensors.update({name: ("F32", np.ones((), np.float32))}))
+    with pytest.raises(CheckpointError, match=rf"tensor '{name}' .* is of a weight that is quantized already"):
+        quantize_checkpoint(bad, tmp_path / "out", "nvfp4")
+
+
+def test_files_beside_the_weights(source: Path, tmp_path: Path) -> None:
+    """One that cannot be copied is named before anything is written; ModelOpt's words on the source stay behind."""
+    bad = rewritten(source, tmp_path / "bad", lambda tensors: None)
+    (bad / "hf_quant_config.json").write_text('{"quantization": {"quant_algo": "FP8"}}')
+    (bad / "tokenizer.json").symlink_to("nowhere")
+    with pytest.raises(CheckpointError, match=rf"^{bad / 'tokenizer.json'} is a link to nothing, or no file; fetch it"):
+        quantize_checkpoint(bad, tmp_path / "new" / "out", "mxfp4")
+    assert not (tmp_path / "new").exists()
+    (bad / "tokenizer.json").unlink()
+    done = quantize_checkpoint(bad, tmp_path / "out", "mxfp4").directory
+    assert sorted(path.name for path in done.iterdir()) == [
+        "config.json",
+        "model.safetensors",
+        "model.safetensors.index.json",
+    ]
+
+
+@pytest.mark.parametrize("value", ["fp8", 5, ["fp8"]])
+def test_values_of_the_config_that_are_no_object_or_name(tmp_path: Path, capsys: Any, value: Any) -> None:
+    fp8 = make_tiny(tmp_path / "fp8", weight_format="fp8", shape=SMALL)
+    bad = rewritten(fp8, tmp_path / "bad", lambda tensors: None, {"quantization_config": value})
+    assert main(["quantize", str(bad), str(tmp_path / "out"), "--format", "mxfp4"]) == 2
+    assert re.fullmatch(
+        rf"minimax-jax: error: {bad}/config\.json: quantization_config .* is not an object\n", capsys.readouterr().err
+    )
+    odd = rewritten(fp8, tmp_path / "odd", lambda tensors: None, {"dtype": value, "torch_dtype": {"text": "bfloat16"}})
+    done = quantize_checkpoint(odd, tmp_path / "widened", "mxfp4").directory
+    with open_checkpoint(done) as checkpoint:
+        assert checkpoint.tensors["model.layers.0.self_attn.q_proj.weight"].dtype == "BF16"
+
+
 @pytest.mark.parametrize("made", ["mxfp4", "nvfp4", "mxfp8"])
 def test_a_packed_source_is_refused_by_name(tmp_path: Path, made: WeightFormat) -> None:
     packed = make_tiny(tmp_path / "packed", weight_format=made, shape=SMALL)

@@ -62,6 +62,12 @@ class Builder:
                         "the experts of a layer share one format"
                     )
             return self._packed(path, rule, spec, [cast(LazyQuant, part.value) for part in packed])
+        for part in packed if spec.kind == "float32" else ():
+            if cast(LazyQuant, part.value).format.activation is not None:
+                raise ConfigError(
+                    f"emulate_activation_quant: {part.infos[0]} is of a router, whose input stays as it is, but "
+                    "quantization_config declares it quantised; leave the option off"
+                )
         dtype = DTYPES["F32"] if spec.kind == "float32" else self._plain_dtype(stored)
         values = [
             Dequantized(part.value, dtype) if isinstance(part.value, LazyQuant) else astype(part.value, dtype)

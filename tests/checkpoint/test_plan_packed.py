@@ -12,8 +12,9 @@ import pytest
 from minimax_jax.checkpoint import LazyQuant
 from minimax_jax.config import MiniMaxM2Config
 from minimax_jax.errors import CheckpointError, ConfigError
-from minimax_jax.quantization import Scheme
+from minimax_jax.quantization import ModuleSet, Scheme
 from tests.checkpoint.tiny_checkpoint import (
+    FP8,
     FP8_BLOCK,
     LAYOUTS,
     Tensors,
@@ -209,3 +210,16 @@ def test_nothing_to_emulate(tmp_path: Path, seed: int) -> None:
     for quantization in (None, weights_only):
         with pytest.raises(ConfigError, match=r"emulate_activation_quant: .* declares no quantised activations"):
             plan_of(directory, dataclasses.replace(config, quantization=quantization), emulate=True)
+
+
+def test_a_packed_router_is_not_emulated(tmp_path: Path, seed: int) -> None:
+    """It is decoded when it is loaded, so what the config declares of its input would be left out without a word."""
+    config = tiny_config(num_hidden_layers=1, quantization=dataclasses.replace(FP8_BLOCK, exclude=ModuleSet()))
+    tensors = random_tensors(config, seed, fp8=True)
+    name = "model.layers.0.block_sparse_moe.gate.weight"
+    tensors[name] = tensors[name].astype(FP8)
+    tensors[f"{name}_scale_inv"] = np.ones((1, 1), np.float32)
+    directory = write_checkpoint(tmp_path, tensors)
+    plan_of(directory, config)
+    with pytest.raises(ConfigError, match=rf"^emulate_activation_quant: tensor '{name}' .* router.* the option off$"):
+        plan_of(directory, config, emulate=True)
