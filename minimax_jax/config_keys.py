@@ -1,8 +1,6 @@
-"""Reading one JSON object of a checkpoint's settings: typed values, and what each key that is no field may hold.
+"""Reading one JSON object of a checkpoint's settings: typed values, refusals by name.
 
-Principle: a key is a field of the config, or it is fixed (the model is computed with one value of it, and another value
-is refused by name), or it is known not to touch inference (ignored), or it is unknown and refused by name. `null` and
-an absent key mean the same everywhere, and keys with a leading underscore are a writer's private notes.
+`null` and an absent key mean the same everywhere, and keys with a leading underscore are a writer's private notes.
 """
 
 from __future__ import annotations
@@ -10,125 +8,11 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeGuard
 
 from minimax_jax.errors import ConfigError
-
-# Key -> the values under which the model is computed as in this package; the first is named in a refusal.
-M2_FIXED: Mapping[str, tuple[Any, ...]] = {
-    # Published keys.
-    "hidden_act": ("silu",),
-    "scoring_func": ("sigmoid",),
-    "use_routing_bias": (True,),
-    "use_qk_norm": (True,),
-    "qk_norm_type": ("per_layer",),
-    "shared_intermediate_size": (0,),
-    "tie_word_embeddings": (False,),
-    # Attention.
-    "attention_bias": (False,),
-    "qkv_bias": (False,),
-    "use_bias": (False,),
-    "mlp_bias": (False,),
-    "lm_head_bias": (False,),
-    "sliding_window": (None, 0, False),
-    "use_sliding_window": (False,),
-    "attn_window_size": (None, 0, False),
-    "attention_sinks": (None, 0, False),
-    "use_attention_sinks": (False,),
-    "attn_sinks": (None, 0, False),
-    "logit_softcap": (None, 0, False),
-    "logit_softcapping": (None, 0, False),
-    "attn_logit_softcap": (None, 0, False),
-    "attn_logit_softcapping": (None, 0, False),
-    "final_logit_softcap": (None, 0, False),
-    "final_logit_softcapping": (None, 0, False),
-    "router_logit_softcapping": (None, 0, False),
-    "attention_output_gate": (False,),
-    "attn_output_gate": (False,),
-    "sparse_attention_config": (None, {}, False),
-    "is_causal": (True,),
-    "use_rope": (True,),
-    "rope_interleave": (False,),
-    # Experts.
-    "norm_topk_prob": (True,),
-    "routed_scaling_factor": (1,),
-    "n_group": (1,),
-    "num_expert_group": (1,),
-    "topk_group": (1,),
-    "n_shared_experts": (0,),
-    "num_shared_experts": (0,),
-    "first_k_dense_replace": (0,),
-    "decoder_sparse_step": (1,),
-    "mlp_only_layers": ([],),
-    "swiglu_limit": (None,),
-    "swiglu_alpha": (None,),
-    # Norms and scales around the layers.
-    "use_gemma_norm": (False,),
-    "postnorm": (False,),
-    "layernorm_full_attention_alpha": (1,),
-    "layernorm_full_attention_beta": (1,),
-    "layernorm_linear_attention_alpha": (1,),
-    "layernorm_linear_attention_beta": (1,),
-    "layernorm_mlp_alpha": (1,),
-    "layernorm_mlp_beta": (1,),
-    "embedding_multiplier": (1,),
-    "residual_multiplier": (1,),
-    "logits_scaling": (1,),
-    "logit_scale": (1,),
-    # transformers: every config may carry these.
-    "is_encoder_decoder": (False,),
-    "add_cross_attention": (False,),
-    "pruned_heads": ({},),
-    "per_layer_config": ({},),
-}
-
-# One value for each layer; a plain value stands for every layer.
-M2_PER_LAYER: Mapping[str, Any] = {
-    "attn_type_list": 1,  # 0 would be lightning attention
-    "layer_types": "full_attention",
-    "mlp_layer_types": "sparse",
-    "moe_layer_freq": 1,
-}
-
-# Group -> keys that do not touch inference, separated by spaces.
-_HARMLESS_GROUPS: Mapping[str, str] = {
-    "bookkeeping, labels and output switches that transformers writes into any config, old or new": (
-        "architectures auto_map transformers_version name_or_path use_cache return_dict output_hidden_states "
-        "output_attentions torchscript use_bfloat16 tf_legacy_loss chunk_size_feed_forward is_decoder "
-        "tie_encoder_decoder tie_last_hidden_states cross_attention_hidden_size attn_implementation "
-        "experts_implementation gradient_checkpointing id2label label2id num_labels problem_type finetuning_task "
-        "task_specific_params tokenizer_class prefix bos_token_id pad_token_id sep_token_id decoder_start_token_id"
-    ),
-    "training": (
-        "initializer_range attention_dropout hidden_dropout router_aux_loss_coef router_jitter_noise "
-        "output_router_logits"
-    ),
-    "multi-token prediction: announced, its tensors were never published": (
-        "use_mtp num_mtp_modules mtp_transformer_layers num_nextn_predict_layers"
-    ),
-    # A dense width though every layer has experts, the gate of the absent shared expert, grouping (the number of
-    # groups is checked), the rope base of the absent windowed layers.
-    "of M2's first release, without effect": "mlp_intermediate_size shared_moe_mode use_grouped_topk swa_rope_theta",
-    "a re-exporter's marks": "unsloth_fixed unsloth_version",
-    "sampling values that old configs carry; generation_config.json is where they are read": (
-        "max_length max_new_tokens min_length early_stopping do_sample num_beams num_beam_groups num_return_sequences "
-        "temperature top_k top_p min_p typical_p epsilon_cutoff eta_cutoff diversity_penalty repetition_penalty "
-        "encoder_repetition_penalty length_penalty no_repeat_ngram_size encoder_no_repeat_ngram_size bad_words_ids "
-        "forced_bos_token_id forced_eos_token_id remove_invalid_values exponential_decay_length_penalty "
-        "suppress_tokens begin_suppress_tokens output_scores return_dict_in_generate num_assistant_tokens "
-        "num_assistant_tokens_schedule assistant_confidence_threshold assistant_lookbehind target_lookbehind"
-    ),
-}
-M2_HARMLESS = frozenset(key for keys in _HARMLESS_GROUPS.values() for key in keys.split())
-
-ROPE_FIXED: Mapping[str, tuple[Any, ...]] = {
-    "rope_type": ("default",),
-    "type": ("default",),
-    "factor": (1,),
-    "attention_factor": (1,),
-}
 
 
 def show(value: object) -> str:
@@ -194,6 +78,10 @@ class Section:
         if value is None or (is_int(value) and value >= minimum):
             return value
         raise self.error(f"{self.name(key)} {show(value)} is not a whole number of at least {minimum}")
+
+    def integers(self, *keys: str) -> list[tuple[str, int]]:
+        """The keys that are there, by name, each with its whole number of at least 1."""
+        return [(self.name(key), value) for key in keys if (value := self.integer(key)) is not None]
 
     def number(self, key: str, *, allow_zero: bool = False, maximum: float = math.inf) -> float | None:
         """A finite positive number."""
@@ -268,6 +156,14 @@ class Section:
                 f"unknown key {', '.join(unknown[:5])}{more}: it may change what the model computes; "
                 "remove it from the file if it does not"
             )
+
+
+def agreed(section: Section, found: Sequence[tuple[str, Any]]) -> Any:
+    """The one value under all its spellings, given as (name, value); None where there is none."""
+    for label, value in found[1:]:
+        if value != found[0][1]:
+            raise section.error(f"{found[0][0]} {found[0][1]} and {label} {value} contradict each other; keep one")
+    return found[0][1] if found else None
 
 
 def is_int(value: object) -> TypeGuard[int]:

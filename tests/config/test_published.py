@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from minimax_jax import config_keys
+from minimax_jax import config_tables
 from minimax_jax.config import MiniMaxM2Config, QuantizationConfig, load_config
 from minimax_jax.errors import ConfigError
 from minimax_jax.quantization import ModuleSet
@@ -119,8 +119,8 @@ def test_refused_by_name(refuse: Refuse, key: str, value: Any) -> None:
 
 
 ACCEPTED: list[tuple[str, Any]] = [
-    *[(key, None) for key in config_keys.M2_FIXED],
-    *[(key, value) for key, values in config_keys.M2_FIXED.items() for value in values],
+    *[(key, None) for key in config_tables.M2_FIXED],
+    *[(key, value) for key, values in config_tables.M2_FIXED.items() for value in values],
     ("sliding_window", False),
     ("attention_sinks", False),
     ("logit_softcap", 0.0),
@@ -146,7 +146,7 @@ def test_neutral_values_are_accepted(m2: MiniMaxM2Config, parse: Parse, key: str
 
 
 def test_every_table_entry_refuses_something(refuse: Refuse) -> None:
-    for key in config_keys.M2_FIXED:
+    for key in config_tables.M2_FIXED:
         refuse(f"{key} 'something else'", **{key: "something else"})
 
 
