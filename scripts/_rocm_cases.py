@@ -7,6 +7,8 @@ import itertools
 import math
 from typing import Any
 
+import _rocm_attention as attention
+
 FORMATS = ("bfloat16", "fp8", "mxfp8", "mxfp4", "nvfp4")
 BLOCKS = {"fp8": (128, 128), "mxfp8": (1, 32), "mxfp4": (1, 32), "nvfp4": (1, 16)}
 TENSOR_PARALLEL = (1, 2, 4, 8)
@@ -26,11 +28,12 @@ class Model:
     kv_heads: int
     dense: tuple[int, ...] = ()  # widths of SwiGLU layers that are no routed experts
     head: int = 128
+    sparse: tuple[int, int] = (0, 0)  # tokens of a block, blocks of a query; M3's sparse layers
 
 
 MODELS = (
     Model("M2", D=3072, F=1536, E=256, k=8, heads=48, kv_heads=8),
-    Model("M3", D=6144, F=3072, E=128, k=4, heads=64, kv_heads=4, dense=(3072, 12288)),
+    Model("M3", D=6144, F=3072, E=128, k=4, heads=64, kv_heads=4, dense=(3072, 12288), sparse=(128, 16)),
 )
 
 
@@ -39,12 +42,14 @@ class Case:
     """One kernel at one shape on one device of `tp`.
 
     Attributes:
-      op: "gate_up", "down", "linear", or "scaled_dot", which is XLA's own and no path of the model.
-      what: the weight's name.
-      shape: of the weight, this device's part.
-      block: of its scales, None for bfloat16.
+      op: "gate_up", "down", "linear", one of `attention.OPS`, `attention.LANE`, or "scaled_dot", which is XLA's
+        own and no path of the model.
+      what: the weight's name; of attention the step's.
+      format: of the weight, of attention the cache's.
+      shape: of the weight, this device's part; of attention its `Sizes`.
+      block: of its scales, None for bfloat16 and for attention.
       rows: "few" or "many".
-      k: experts a token; 0 for linear.
+      k: experts a token; 0 for linear and attention.
     """
 
     op: str
@@ -87,6 +92,15 @@ def all_cases() -> list[Case]:
             k = 0 if op == "linear" else model.k
             case = Case(op, model.name, what, tp, format, shape, block, rows, k)
             cases.setdefault((op, format, shape, block, rows), case)
+    shape = dataclasses.astuple(attention.sizes(MODELS[1], 1, "few"))
+    cases[attention.LANE,] = Case(attention.LANE, "M3", "write and read", 1, "fp8", shape, None, "few", 0)
+    for model, tp, rows, op, format in itertools.product(
+        MODELS, TENSOR_PARALLEL, ROWS, attention.OPS, attention.FORMATS
+    ):
+        if op == "paged_attention" or model.sparse[0]:
+            shape = dataclasses.astuple(attention.sizes(model, tp, rows))
+            step = "decode" if rows == "few" else "prefill"
+            cases.setdefault((op, format, shape), Case(op, model.name, step, tp, format, shape, None, rows, 0))
     return list(cases.values())
 
 
@@ -108,6 +122,8 @@ def program(case: Case, device: Any) -> tuple[Any, tuple[Any, ...]]:
     def array(shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
 
+    if case.op in (*attention.OPS, attention.LANE):
+        return attention.program(case.op, attention.Sizes(*case.shape), case.format, array)
     *lead, rows, cols = case.shape
     weight: Any = array(case.shape, jnp.bfloat16)
     if case.block is not None:

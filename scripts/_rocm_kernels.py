@@ -21,6 +21,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import _rocm_attention as attention
 from _rocm_cases import Case, all_cases, program
 
 SCRIPT = Path(__file__).with_name("check_rocm_codegen.py")
@@ -29,7 +30,7 @@ MAX_THREADS = 1024
 SCALED_MFMA_TARGETS = ("gfx950",)
 SCALED_DOT_JAX = (0, 12)  # 0.10.2 fails in its Triton; 0.11 was not tried
 CASES_PER_PROCESS = 24
-OURS = ("moe_", "linear_")  # first letters of our kernels' names
+OURS = ("moe_", "linear_", *attention.OPS)  # first letters of our kernels' names
 
 
 def run(args: Any) -> int:
@@ -134,7 +135,9 @@ def compile_cases(args: Any, cases_json: str) -> None:
         problems, kernels = [], []
         try:
             fn, arguments = program(case, device)
-            if case.op != "scaled_dot":
+            if case.op in (*attention.OPS, attention.LANE):
+                reason = None
+            elif case.op != "scaled_dot":
                 reason = why_not(arguments[1])
             else:
                 old = jax.__version_info__ < SCALED_DOT_JAX
@@ -143,10 +146,12 @@ def compile_cases(args: Any, cases_json: str) -> None:
                 print(json.dumps({"problems": [], "kernels": [], "no_kernel": reason}), flush=True)
                 continue
             with known_gpu(target):
-                compile_for_rocm(fn, arguments)
+                compiled = compile_for_rocm(fn, arguments)
             files = {file for file in directory.rglob("*") if file.is_file()} - seen
             seen |= files
             kernels, problems = check(case.op, target, files)
+            if case.op == attention.LANE:
+                problems += attention.float8_conversions(compiled.as_text())
         except Exception as error:
             problems.append(f"{type(error).__name__}: {str(error).splitlines()[0][:300]}")
         print(json.dumps({"problems": problems, "kernels": kernels, "seconds": time.monotonic() - started}), flush=True)
@@ -175,14 +180,15 @@ def check(op: str, target: str, files: set[Path]) -> tuple[list[dict[str, Any]],
     kernels = [kernel for file in objects for kernel in read_code_object(file)]
     if op == "scaled_dot":
         kernels = [kernel for kernel in kernels if kernel.scaled_mfma]
-    else:
+    elif op != attention.LANE:
         kernels = [kernel for kernel in kernels if kernel.name.startswith(OURS)]
-    kernels = [dataclasses.replace(kernel, lds=kernel.lds + lds[kernel.name]) for kernel in kernels]
+    if op != attention.LANE:
+        kernels = [dataclasses.replace(kernel, lds=kernel.lds + lds[kernel.name]) for kernel in kernels]
     problems = [] if kernels else ["no code object of the kernel was found"]
     for kernel in kernels:
         if kernel.spilled_vgprs or kernel.scratch:
             problems.append(f"{kernel.spilled_vgprs} spilled VGPRs, {kernel.scratch} bytes of scratch")
-        if not kernel.mfma + kernel.scaled_mfma:
+        if not kernel.mfma + kernel.scaled_mfma and op != attention.LANE:
             problems.append("no matrix instruction")
         if kernel.lds > LDS_LIMIT[target]:
             problems.append(f"{kernel.lds:,} bytes of LDS, the limit is {LDS_LIMIT[target]:,}")

@@ -5,6 +5,8 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.paged_attention.lanes import head_scales, widen
+
 
 def paged_attention_reference(
     q: jax.Array,
@@ -13,12 +15,16 @@ def paged_attention_reference(
     page_table: jax.Array,
     positions: jax.Array,
     scale: float,
+    k_scale: jax.Array | float | None = None,
+    v_scale: jax.Array | float | None = None,
 ) -> jax.Array:
     """Shapes as in `api.paged_attention`."""
     B, T, H, h = q.shape
     K = k_cache.shape[2]
-    k = k_cache[page_table].reshape(B, -1, K, h).astype(jnp.float32)
-    v = v_cache[page_table].reshape(B, -1, K, h).astype(jnp.float32)
+    k, v = (widen(cache, jnp.float32)[page_table].reshape(B, -1, K, h) for cache in (k_cache, v_cache))
+    k_scales, v_scales = head_scales(k_scale, K), head_scales(v_scale, K)
+    k = k if k_scales is None else k * k_scales[:, None]
+    v = v if v_scales is None else v * v_scales[:, None]
     grouped = q.reshape(B, T, K, H // K, h).astype(jnp.float32)
     scores = jnp.einsum("btkgh,bskh->btkgs", grouped, k, precision="highest") * scale
     seen = jnp.arange(k.shape[1]) <= positions[..., None]  # [B, T, keys]; a pad sees none

@@ -10,6 +10,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from pallas_kernels.paged_attention.lanes import head_scales, widen
+
 
 def paged_attention_xla(
     q: jax.Array,
@@ -18,18 +20,22 @@ def paged_attention_xla(
     page_table: jax.Array,
     positions: jax.Array,
     scale: float,
+    k_scale: jax.Array | float | None = None,
+    v_scale: jax.Array | float | None = None,
 ) -> jax.Array:
     """Shapes as in `api.paged_attention`."""
     B, T, H, h = q.shape
     S, K = k_cache.shape[1:3]
     grouped = q.reshape(B, T, K, H // K, h)
+    k_scales, v_scales = head_scales(k_scale, K), head_scales(v_scale, K)
+    factor = scale if k_scales is None else scale * k_scales[:, None, None, None]
     row_end = jnp.max(positions, axis=1, keepdims=True)  # [B, 1]
 
     def page(j: jax.Array, carry: tuple[jax.Array, jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array, jax.Array]:
         largest, total, acc = carry  # [B, K, G, T], the same, [B, K, G, T, h]
         pages = lax.dynamic_index_in_dim(page_table, j, axis=1, keepdims=False)
-        k, v = k_cache[pages].astype(q.dtype), v_cache[pages].astype(q.dtype)  # [B, S, K, h]
-        scores = scale * _einsum("btkgh,bskh->bkgts", grouped, k)
+        k, v = (widen(cache[pages], q.dtype) for cache in (k_cache, v_cache))  # [B, S, K, h]
+        scores = factor * _einsum("btkgh,bskh->bkgts", grouped, k)
         key_position = j * S + jnp.arange(S, dtype=jnp.int32)
         # Slots past a row's end hold what an earlier sequence left; a zero probability would not silence a NaN there.
         v = jnp.where((key_position <= row_end)[..., None, None], v, 0)
@@ -48,6 +54,7 @@ def paged_attention_xla(
     start = (jnp.full(shape, -jnp.inf), jnp.zeros(shape), jnp.zeros((*shape, h)))
     _, total, acc = lax.fori_loop(0, jnp.max(positions) // S + 1, page, start)
     out = acc / jnp.where(total == 0.0, 1.0, total)[..., None]
+    out = out if v_scales is None else out * v_scales[:, None, None, None]
     return out.transpose(0, 3, 1, 2, 4).reshape(B, T, H, h)
 
 
