@@ -1,4 +1,4 @@
-"""The paged key/value cache: every lane of every layer as one object, and the page table that places a row's tokens."""
+"""The paged cache: keys, values and M3's index keys of every layer as one object, and the table that places tokens."""
 
 from __future__ import annotations
 
@@ -9,13 +9,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from minimax_jax.config import MiniMaxM2Config, Parallelism
+from minimax_jax.config import MiniMaxM3Config, ModelConfig, Parallelism
 from minimax_jax.errors import ConfigError
 from minimax_jax.sharding import Axes
 
 PAGE_SIZE = 128
 
 LANE_AXES: Axes = ("pages", None, "kv_heads", None)
+INDEX_AXES: Axes = ("pages", None, None)  # one key a token for all heads, so on every device
 PAGE_TABLE_AXES: Axes = ("batch", None)
 
 
@@ -26,17 +27,21 @@ class LayerCache:
 
     Attributes:
       k, v: [P, S, K, h]; token p of a row lies in slot p % S of the row's page p // S.
+      index_k: [P, S, index_head_dim], the indexer's keys of a layer that selects blocks.
     """
 
     k: jax.Array
     v: jax.Array
+    index_k: jax.Array | None = None
 
     def write(self, k: jax.Array, v: jax.Array, places: tuple[jax.Array, jax.Array]) -> LayerCache:
         """Store k, v [B, T, K, h] at `places` (see `Cache.places`)."""
-        return LayerCache(
-            self.k.at[places].set(k.astype(self.k.dtype), mode="drop", unique_indices=True),
-            self.v.at[places].set(v.astype(self.v.dtype), mode="drop", unique_indices=True),
-        )
+        return dataclasses.replace(self, k=_put(self.k, k, places), v=_put(self.v, v, places))
+
+    def write_index(self, index_k: jax.Array, places: tuple[jax.Array, jax.Array]) -> LayerCache:
+        """Store index_k [B, T, index_head_dim] at `places`."""
+        assert self.index_k is not None, "a layer that selects blocks has a lane for their keys"
+        return dataclasses.replace(self, index_k=_put(self.index_k, index_k, places))
 
 
 @jax.tree_util.register_dataclass
@@ -63,15 +68,13 @@ class Cache:
         return jnp.where(positions >= 0, page, beyond), jnp.maximum(positions, 0) % S
 
 
-def cache_axes(num_layers: int) -> Cache:
+def cache_axes(config: ModelConfig) -> Cache:
     """The cache's tree with logical axes in place of arrays."""
-    lane: Any = LANE_AXES
-    table: Any = PAGE_TABLE_AXES
-    return Cache(tuple(LayerCache(lane, lane) for _ in range(num_layers)), table)
+    return _cache(config, LANE_AXES, INDEX_AXES, PAGE_TABLE_AXES)
 
 
 def abstract_cache(
-    config: MiniMaxM2Config,
+    config: ModelConfig,
     parallelism: Parallelism,
     *,
     max_num_seqs: int,
@@ -82,18 +85,25 @@ def abstract_cache(
     """Shapes of a cache with a full set of pages for each of `max_num_seqs` rows.
 
     Raises:
-      ConfigError: the rows do not divide over the data axis.
+      ConfigError: the rows do not divide over the data axis, or pages do not hold whole blocks.
     """
     if max_num_seqs % parallelism.data:
         raise ConfigError(
             f"max_num_seqs {max_num_seqs} is not divisible by data_parallel_size {parallelism.data}; "
             f"take a multiple of {parallelism.data}"
         )
+    if isinstance(config, MiniMaxM3Config) and page_size % config.index_block_size:
+        raise ConfigError(
+            f"page size {page_size} is not a multiple of the model's index_block_size {config.index_block_size}; "
+            f"take a multiple of {config.index_block_size}"
+        )
     pages = -(-max_model_len // page_size)
     K = config.num_kv_heads_on(parallelism)
-    lane: Any = jax.ShapeDtypeStruct((max_num_seqs * pages, page_size, K, config.head_dim), dtype)
-    table: Any = jax.ShapeDtypeStruct((max_num_seqs, pages), jnp.int32)
-    return Cache(tuple(LayerCache(lane, lane) for _ in range(config.num_hidden_layers)), table)
+    slots = (max_num_seqs * pages, page_size)
+    lane = jax.ShapeDtypeStruct((*slots, K, config.head_dim), dtype)
+    index_dim = config.index_head_dim if isinstance(config, MiniMaxM3Config) else 0
+    index = jax.ShapeDtypeStruct((*slots, index_dim), dtype)
+    return _cache(config, lane, index, jax.ShapeDtypeStruct((max_num_seqs, pages), jnp.int32))
 
 
 def static_page_table(parallelism: Parallelism, max_num_seqs: int, pages: int) -> np.ndarray:
@@ -101,3 +111,13 @@ def static_page_table(parallelism: Parallelism, max_num_seqs: int, pages: int) -
     rows = max_num_seqs // parallelism.data
     local = np.arange(rows * pages, dtype=np.int32).reshape(rows, pages)
     return np.tile(local, (parallelism.data, 1))
+
+
+def _cache(config: ModelConfig, lane: Any, index: Any, table: Any) -> Cache:
+    """A cache's tree with one leaf for each kind of array."""
+    lanes = (index if kind == "minimax_m3_sparse" else None for kind in config.layer_types)
+    return Cache(tuple(LayerCache(lane, lane, index_k) for index_k in lanes), table)
+
+
+def _put(lane: jax.Array, values: jax.Array, places: tuple[jax.Array, jax.Array]) -> jax.Array:
+    return lane.at[places].set(values.astype(lane.dtype), mode="drop", unique_indices=True)

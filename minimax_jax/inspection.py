@@ -9,7 +9,7 @@ from pathlib import Path
 import jax.numpy as jnp
 
 from minimax_jax.checkpoint import Checkpoint, LoadPlan, has_kv_scales, open_checkpoint, plan_parameters
-from minimax_jax.config import MiniMaxM2Config, Parallelism, load_config, load_generation_defaults
+from minimax_jax.config import MiniMaxM3Config, ModelConfig, Parallelism, load_config, load_generation_defaults
 from minimax_jax.errors import ConfigError, MinimaxError
 from minimax_jax.generation.limits import PREFILL_CHUNK
 from minimax_jax.memory import plan_memory
@@ -94,7 +94,7 @@ def size(count: int) -> str:
     return f"{count} bytes" if unit == "bytes" else f"{value:.2f} {unit} ({count} bytes)"
 
 
-def _check_plan(config: MiniMaxM2Config, parallelism: Parallelism, max_model_len: int | None, max_num_seqs: int) -> int:
+def _check_plan(config: ModelConfig, parallelism: Parallelism, max_model_len: int | None, max_num_seqs: int) -> int:
     """The context's length, after what `LLM` would refuse has been refused."""
     config.check_parallelism(parallelism)
     if max_num_seqs % parallelism.data:
@@ -136,29 +136,38 @@ def _dtypes(checkpoint: Checkpoint) -> list[str]:
     return [f"{dtype:16}{counts[dtype]:8} tensors  {size(sizes[dtype])}" for dtype in sorted(counts)]
 
 
-def _model(config: MiniMaxM2Config) -> list[str]:
+def _model(config: ModelConfig) -> list[str]:
     quantization = "not quantised"
     if config.quantization is not None:
         quantization = config.quantization.describe()
-    return [
-        "MiniMax-M2 (model_type minimax_m2)",
+    lines = [
+        "MiniMax-M3 (model_type minimax_m3_vl)"
+        if isinstance(config, MiniMaxM3Config)
+        else "MiniMax-M2 (model_type minimax_m2)",
         f"{config.num_hidden_layers} layers, hidden size {config.hidden_size}, vocabulary {config.vocab_size}, "
         f"context {config.max_position_embeddings}",
         f"{config.num_attention_heads} query heads and {config.num_key_value_heads} key/value heads of "
         f"{config.head_dim} channels, {config.rotary_dim} of them rotated (theta {config.rope_theta:g})",
         f"{config.num_local_experts} experts of width {config.intermediate_size}, "
         f"{config.num_experts_per_tok} for each token",
-        f"config says {config.dtype}, {quantization}",
     ]
+    if isinstance(config, MiniMaxM3Config):
+        sparse, dense = config.layer_types.count("minimax_m3_sparse"), config.mlp_layer_types.count("dense")
+        lines += [
+            f"a shared expert of width {config.shared_intermediate_size}; {dense} layers have an MLP of width "
+            f"{config.dense_intermediate_size} in place of experts",
+            f"{sparse} layers attend to {config.index_topk_blocks} blocks of {config.index_block_size} tokens",
+        ]
+    return [*lines, f"config says {config.dtype}, {quantization}"]
 
 
-def _generation(directory: Path, config: MiniMaxM2Config) -> str:
+def _generation(directory: Path, config: ModelConfig) -> str:
     d = load_generation_defaults(directory, config)
     eos = ", ".join(map(str, d.eos_token_ids)) or "none"
     return f"eos {eos}; by default temperature {d.temperature:g}, top_p {d.top_p:g}, top_k {d.top_k or 'all'}"
 
 
-def _tokenizer(directory: Path, config: MiniMaxM2Config) -> str:
+def _tokenizer(directory: Path, config: ModelConfig) -> str:
     tokenizer = load_tokenizer(directory)
     if tokenizer is None:
         return "none: token ids in, token ids out"
@@ -187,6 +196,8 @@ def _coverage(plan: LoadPlan) -> list[str]:
     lines = [f"{used} of {total} tensors used, each once; {len(plan.weights)} of {len(plan.specs)} parameters filled"]
     if plan.scales:
         lines.append(f"{len(plan.scales)} of the tensors are scales, all finite")
+    if plan.vision:
+        lines.append(f"{len(plan.vision)} of the vision tower and its projector left out: text alone is computed")
     if plan.ignored:
         more = ", ..." if len(plan.ignored) > 3 else ""
         lines.append(f"{len(plan.ignored)} ignored, of no use here: {', '.join(plan.ignored[:3])}{more}")

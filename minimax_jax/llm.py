@@ -13,7 +13,7 @@ import numpy as np
 
 from minimax_jax.checkpoint import has_kv_scales, load_parameters, open_checkpoint, plan_parameters
 from minimax_jax.compilation_cache import use_compilation_cache
-from minimax_jax.config import MiniMaxM2Config, Parallelism, load_config, load_generation_defaults
+from minimax_jax.config import ModelConfig, Parallelism, load_config, load_generation_defaults
 from minimax_jax.errors import ConfigError, RequestError
 from minimax_jax.generation.limits import PREFILL_CHUNK
 from minimax_jax.generation.loop import Settings
@@ -89,7 +89,7 @@ class LLM:
         """
         _check_options(locals())
         path = resolve_model(os.fspath(model), revision=revision)
-        self.config: MiniMaxM2Config = load_config(path)
+        self.config: ModelConfig = load_config(path)
         placement: Literal["tensor", "expert"] = "expert" if expert_parallel else "tensor"
         parallelism = Parallelism(data=data_parallel_size, model=tensor_parallel_size, experts=placement)
         self.config.check_parallelism(parallelism)
@@ -115,6 +115,8 @@ class LLM:
             )  # fmt: skip
             logger.info("%s, kv cache %s, mesh (data %d, model %d), experts by %s; %s", compute.name, cache_dtype.name,
                         data_parallel_size, tensor_parallel_size, placement, memory.line())  # fmt: skip
+            if plan.vision:
+                logger.info("%d tensors of the vision tower and its projector left out", len(plan.vision))
             memory.check()
             weights = load_parameters(plan, specs, mesh, parallelism)
         weights = arrange_experts(weights, specs, mesh, parallelism, compute, implementation)
@@ -248,7 +250,7 @@ def _positive(name: str, value: Any) -> None:
         raise ConfigError(f"{name} is {value!r}; expected an integer of at least 1")
 
 
-def _context(max_model_len: int | None, config: MiniMaxM2Config) -> int:
+def _context(max_model_len: int | None, config: ModelConfig) -> int:
     longest = config.max_position_embeddings
     if max_model_len is not None and max_model_len > longest:
         raise ConfigError(f"max_model_len {max_model_len} is over the model's max_position_embeddings {longest}")

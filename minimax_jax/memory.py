@@ -7,10 +7,11 @@ import os
 from collections.abc import Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 
 from minimax_jax.cache import abstract_cache
-from minimax_jax.config import MiniMaxM2Config, Parallelism
+from minimax_jax.config import MiniMaxM3Config, ModelConfig, Parallelism
 from minimax_jax.errors import ConfigError
 
 GIB = 2**30
@@ -47,7 +48,7 @@ class MemoryPlan:
 
 def plan_memory(
     weight_bytes: int,
-    config: MiniMaxM2Config,
+    config: ModelConfig,
     parallelism: Parallelism,
     *,
     max_num_seqs: int,
@@ -68,7 +69,8 @@ def plan_memory(
         config, parallelism, max_num_seqs=max_num_seqs, max_model_len=max_model_len, dtype=cache_dtype
     )
     model = parallelism.model
-    lanes = sum(lane.size * lane.dtype.itemsize for layer in cache.layers for lane in (layer.k, layer.v))
+    lanes = sum(_bytes(layer.k) + _bytes(layer.v) for layer in cache.layers) // model
+    lanes += sum(_bytes(layer.index_k) for layer in cache.layers if layer.index_k is not None)
     rows = max_num_seqs // parallelism.data
     tokens = rows * chunk
     # A prefill step keeps a few activations a token, the experts' outputs, and its routed rows; the head's logits and
@@ -76,9 +78,16 @@ def plan_memory(
     activation = tokens * (8 * config.hidden_size + 4 * config.num_attention_heads * config.head_dim // model) * 4
     routed = tokens * config.num_experts_per_tok * config.hidden_size * 4
     logits = 6 * rows * config.vocab_size * 4
-    matrix = config.hidden_size * max(2 * config.intermediate_size, config.num_attention_heads * config.head_dim)
+    widths = [2 * config.intermediate_size, config.num_attention_heads * config.head_dim]
+    if isinstance(config, MiniMaxM3Config):
+        widths.append(config.dense_intermediate_size)
+    matrix = config.hidden_size * max(widths)
     workspace = activation + routed + logits + 2 * matrix * dtype.itemsize
-    return MemoryPlan(weight_bytes, lanes // (parallelism.data * model), workspace, _limit(devices))
+    return MemoryPlan(weight_bytes, lanes // parallelism.data, workspace, _limit(devices))
+
+
+def _bytes(lane: jax.Array) -> int:
+    return int(lane.size) * lane.dtype.itemsize
 
 
 def _limit(devices: Sequence[Any] | None) -> int | None:

@@ -1,9 +1,10 @@
-"""MiniMax-M2 from tokens to logits, on one device's shards; no I/O and no sampling.
+"""MiniMax-M2 or M3 from tokens to logits, on one device's shards; no I/O and no sampling.
 
-    embed_tokens -> num_hidden_layers x (attention, experts) -> norm -> lm_head
+    embed_tokens -> num_hidden_layers x (attention, experts or a dense MLP) -> norm -> lm_head
 
-Collectives of a step: one all-reduce for the embedding, three a layer (qk-norm sums, o_proj, experts), one all-gather
-of float32 logits. All run inside the `shard_map` that `generation.programs` sets up.
+Collectives of a step: one all-reduce for the embedding; in each layer one for the output of attention and one for that
+of the experts or the MLP, in M2 another for the qk-norm sums; one all-gather of float32 logits. All run inside the
+`shard_map` that `generation.programs` sets up.
 """
 
 from __future__ import annotations
@@ -15,10 +16,10 @@ import jax.numpy as jnp
 from flax import nnx
 
 from minimax_jax.cache import Cache
-from minimax_jax.config import MiniMaxM2Config, Parallelism
+from minimax_jax.config import ModelConfig, Parallelism
 from minimax_jax.modules.decoder import DecoderLayer
 from minimax_jax.modules.linear import Embedding, LMHead
-from minimax_jax.modules.norms import RMSNorm
+from minimax_jax.modules.norms import layer_norm
 from minimax_jax.modules.parameter import Parameter
 from minimax_jax.modules.step import make_step
 from minimax_jax.parameters import ParameterSpec
@@ -28,12 +29,12 @@ from pallas_kernels.quant import Weight
 Weights = dict[str, Weight]  # parameter path -> value, such as "layers.0.self_attn.q_proj.weight"
 
 
-class MiniMaxM2(nnx.Module):
+class CausalLM(nnx.Module):
     """The causal language model; `kv_scales` says whether the checkpoint has scales for an FP8 key/value cache."""
 
     def __init__(
         self,
-        config: MiniMaxM2Config,
+        config: ModelConfig,
         parallelism: Parallelism,
         dtype: jnp.dtype,
         kv_scales: bool = False,
@@ -43,9 +44,9 @@ class MiniMaxM2(nnx.Module):
         self.dtype = dtype
         self.embed_tokens = Embedding(config.vocab_size, config.hidden_size)
         self.layers = nnx.List(
-            [DecoderLayer(config, parallelism, kv_scales, implementation) for _ in range(config.num_hidden_layers)]
+            [DecoderLayer(config, i, parallelism, kv_scales, implementation) for i in range(config.num_hidden_layers)]
         )
-        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.norm = layer_norm(config)
         self.lm_head = LMHead(config.vocab_size, config.hidden_size, implementation)
 
     def __call__(self, tokens: jax.Array, positions: jax.Array, cache: Cache) -> tuple[jax.Array, Cache]:
@@ -73,22 +74,22 @@ class MiniMaxM2(nnx.Module):
 
 
 def abstract_parameters(
-    config: MiniMaxM2Config, parallelism: Parallelism, *, kv_scales: bool = False
+    config: ModelConfig, parallelism: Parallelism, *, kv_scales: bool = False
 ) -> dict[str, ParameterSpec]:
     """Every parameter of the model by path, as it must be loaded."""
-    model = MiniMaxM2(config, parallelism, jnp.dtype(jnp.float32), kv_scales)
+    model = CausalLM(config, parallelism, jnp.dtype(jnp.float32), kv_scales)
     return {path: variable.get_metadata()["spec"] for path, variable in _variables(model).items()}
 
 
 def build(
-    config: MiniMaxM2Config,
+    config: ModelConfig,
     parallelism: Parallelism,
     dtype: jnp.dtype,
     weights: Mapping[str, Weight],
     implementation: Implementation = None,
-) -> MiniMaxM2:
+) -> CausalLM:
     """The model with its weights in place; under `shard_map` they are a device's parts."""
-    model = MiniMaxM2(config, parallelism, dtype, has_kv_scales(weights), implementation)
+    model = CausalLM(config, parallelism, dtype, has_kv_scales(weights), implementation)
     variables = _variables(model)
     if variables.keys() != weights.keys():
         raise ValueError(f"parameters without a value, or values without one: {variables.keys() ^ weights.keys()}")

@@ -14,7 +14,7 @@ import numpy as np
 from jax import lax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from minimax_jax.config import Parallelism
+from minimax_jax.config_base import Parallelism
 from minimax_jax.errors import ConfigError
 
 Axes = tuple[str | None, ...]
@@ -26,7 +26,8 @@ _ALWAYS: dict[str, str | None] = {
     "pages": DATA,  # pages of the cache
     "vocab": MODEL,  # rows of the embedding and of the head
     "heads": MODEL,  # query heads (times head_dim)
-    "kv_heads": MODEL,  # key/value heads after replication (times head_dim)
+    "kv_heads": MODEL,  # key/value heads after replication (times head_dim), and M3's index heads
+    "mlp_width": MODEL,  # of dense layers and shared experts
     "hidden": None,
 }
 # Experts: either each expert's width is split, or whole experts are spread.

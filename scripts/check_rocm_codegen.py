@@ -5,8 +5,8 @@
 
 For each step, in a process of its own: the collectives are those that the design names, no weight or cache is copied,
 and temporaries stay below twice the largest tensor of one layer and the rows that the experts write. Exits with 1 when
-one of these does not hold. The model is MiniMax-M2 at its published widths with --layers layers. Nothing is run: this
-says nothing about numbers or speed.
+one of these does not hold. The model is MiniMax-M2 (--model M3: M3) at its published widths with --layers layers.
+Nothing is run: this says nothing about numbers or speed.
 
 With --kernels every kernel is compiled instead, at every shape of M2 and M3 on 1, 2, 4 and 8 devices, and its code is
 read: no spilled register, matrix instructions, LDS and threads within the limits. A line each, and a table.
@@ -36,7 +36,7 @@ FORMATS = ("bfloat16", "float32", "fp8", "mxfp8", "mxfp4", "nvfp4")
 PROGRAMS = ("decode", "prefill")
 QUIET_CPU = {"JAX_PLATFORMS": "cpu", "TF_CPP_MIN_LOG_LEVEL": "2"}  # the compiler warns that it cannot measure
 FORWARDED = (
-    *("model_parallel", "experts", "format", "implementation", "layers", "max_num_seqs", "max_model_len"),
+    *("model", "model_parallel", "experts", "format", "implementation", "layers", "max_num_seqs", "max_model_len"),
     *("config", "tools", "toolchain", "dump"),
 )
 M2 = {
@@ -53,6 +53,30 @@ M2 = {
     "num_local_experts": 256,
     "num_experts_per_tok": 8,
 }
+M3 = {
+    "vocab_size": 200064,
+    "hidden_size": 6144,
+    "intermediate_size": 3072,
+    "dense_intermediate_size": 12288,
+    "shared_intermediate_size": 3072,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 4,
+    "head_dim": 128,
+    "rotary_dim": 64,
+    "rope_theta": 5e6,
+    "max_position_embeddings": 524288,
+    "rms_norm_eps": 1e-6,
+    "num_local_experts": 128,
+    "num_experts_per_tok": 4,
+    "routed_scaling_factor": 2.0,
+    "swiglu_alpha": 1.702,
+    "swiglu_limit": 7.0,
+    "index_n_heads": 4,
+    "index_head_dim": 128,
+    "index_topk_blocks": 16,
+    "index_block_size": 128,
+}
+M3_DENSE_LAYERS = 3
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -106,14 +130,14 @@ class Report:
 
 
 def _check_one(args: argparse.Namespace) -> int:
-    from minimax_jax.config import MiniMaxM2Config, Parallelism
+    from minimax_jax.config import Parallelism
     from minimax_jax.generation.programs import abstract_programs
     from minimax_jax.hlo import count_collectives, weight_sized_moves
     from minimax_jax.rocm_aot import compile_for_rocm, compile_only_devices
     from minimax_jax.sharding import make_mesh
 
     (target,), (program,) = args.target, args.program
-    config = MiniMaxM2Config(**M2 | {"num_hidden_layers": args.layers} | json.loads(args.config))
+    config = _config(args)
     parallelism = Parallelism(model=args.model_parallel, experts=args.experts)
     config.check_parallelism(parallelism)
     devices = compile_only_devices(
@@ -148,7 +172,7 @@ def _check_one(args: argparse.Namespace) -> int:
             (expert_moves if small else moves).append(str(move))
     report = Report(
         collectives=count_collectives(text),
-        expected_collectives=_expected_collectives(parallelism.model, args.layers),
+        expected_collectives=_expected_collectives(parallelism.model, args.layers, 2 if args.model == "M3" else 3),
         moves=moves,
         expert_moves=expert_moves,
         temp_bytes=compiled.memory_analysis().temp_size_in_bytes,
@@ -160,7 +184,7 @@ def _check_one(args: argparse.Namespace) -> int:
     )
     lines = report.violations()
     print(
-        f"{'FAIL' if lines else 'ok'} {target} {program} {args.format} model {parallelism.model} "
+        f"{'FAIL' if lines else 'ok'} {target} {args.model} {program} {args.format} model {parallelism.model} "
         f"experts by {args.experts}, {args.layers} layers: "
         f"{seconds:.0f} s, collectives {report.collectives}, {len(report.moves)} copies, "
         f"arguments {compiled.memory_analysis().argument_size_in_bytes:,} bytes, "
@@ -175,18 +199,33 @@ def _check_one(args: argparse.Namespace) -> int:
 
 
 def _layer_bytes(weights: dict[str, Any]) -> dict[str, int]:
-    """Bytes that one device holds of each matrix of the first layer, packed ones as they are packed."""
+    """Bytes that one device holds of each matrix of each layer, packed ones as they are packed."""
     sizes = {}
     for path, weight in weights.items():
         payload = getattr(weight, "payload", weight)
-        if path.startswith("layers.0.") and payload.ndim >= 2 and ".gate." not in path:
+        if path.startswith("layers.") and payload.ndim >= 2 and ".gate." not in path:
             sizes[path] = math.prod(payload.sharding.shard_shape(payload.shape)) * payload.dtype.itemsize
     return sizes
 
 
-def _expected_collectives(model: int, layers: int) -> dict[str, int]:
-    """One all-reduce for the embedding, three a layer (qk-norm sums, o_proj, experts), one all-gather of the logits."""
-    return {} if model == 1 else {"all-reduce": 1 + 3 * layers, "all-gather": 1}
+def _config(args: argparse.Namespace) -> Any:
+    """The published widths, --layers deep; of M3 the first layers are dense, as far as there are others."""
+    from minimax_jax.config import MiniMaxM2Config, MiniMaxM3Config
+
+    depth, given = {"num_hidden_layers": args.layers}, json.loads(args.config)
+    if args.model == "M2":
+        return MiniMaxM2Config(**M2 | depth | given)
+    dense = min(M3_DENSE_LAYERS, args.layers - 1)
+    kinds = {
+        "mlp_layer_types": ("dense",) * dense + ("sparse",) * (args.layers - dense),
+        "layer_types": ("full_attention",) * dense + ("minimax_m3_sparse",) * (args.layers - dense),
+    }
+    return MiniMaxM3Config(**M3 | depth | kinds | given)
+
+
+def _expected_collectives(model: int, layers: int, each: int) -> dict[str, int]:
+    """One all-reduce for the embedding, `each` a layer (o_proj, experts, M2 qk-norm sums), one all-gather of logits."""
+    return {} if model == 1 else {"all-reduce": 1 + each * layers, "all-gather": 1}
 
 
 def _flags(args: argparse.Namespace, target: str, program: str) -> list[str]:
@@ -203,6 +242,7 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("--target", nargs="+", choices=sorted(TARGET_CONFIGS), default=["gfx942"])
+    add("--model", choices=("M2", "M3"), default="M2")
     add("--program", nargs="+", choices=PROGRAMS, default=list(PROGRAMS))
     add("--model-parallel", type=int, default=8, metavar="N", help="devices that share the model")
     add("--experts", choices=("tensor", "expert"), default="tensor", help="experts split by width, or spread whole")

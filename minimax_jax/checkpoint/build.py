@@ -11,9 +11,9 @@ import numpy as np
 
 from minimax_jax.checkpoint.formats import Stored
 from minimax_jax.checkpoint.lazy import Dequantized, Lazy, LazyArray, LazyQuant, Stack, astype, regrid, repeat_heads
-from minimax_jax.checkpoint.name_map import Rule
+from minimax_jax.checkpoint.rules import Rule
 from minimax_jax.checkpoint.safetensors_index import DTYPES
-from minimax_jax.config import MiniMaxM2Config, Parallelism
+from minimax_jax.config import ModelConfig, Parallelism
 from minimax_jax.errors import CheckpointError, ConfigError
 from minimax_jax.parameters import ParameterSpec
 from minimax_jax.sharding import DATA, MODEL, Axes, partition_spec
@@ -46,7 +46,7 @@ def local_shape(shape: tuple[int, ...], axes: Axes, parallelism: Parallelism) ->
 class Builder:
     """Puts a parameter together from its stored tensors."""
 
-    config: MiniMaxM2Config
+    config: ModelConfig
     parallelism: Parallelism
     dtype: np.dtype[Any]
 
@@ -73,7 +73,7 @@ class Builder:
             Dequantized(part.value, dtype) if isinstance(part.value, LazyQuant) else astype(part.value, dtype)
             for part in stored
         ]
-        return self._arrange(rule, values, self.config.head_dim)
+        return self._arrange(rule, values)
 
     def _packed(self, path: str, rule: Rule, spec: ParameterSpec, parts: Sequence[LazyQuant]) -> LazyQuant:
         """One block for the whole parameter: it divides every source's block, and a device's part of a cut axis."""
@@ -86,20 +86,17 @@ class Builder:
         )
         format = dataclasses.replace(parts[0].format, block=(rows, cols))
         self._check_cut(path, parts[0], local[1], counts[1])
-        head = self.config.head_dim
 
-        def arrange(arrays: Sequence[LazyArray | None], head: int) -> LazyArray | None:
+        def arrange(arrays: Sequence[LazyArray | None]) -> LazyArray | None:
             there = [array for array in arrays if array is not None]
-            return self._arrange(rule, there, head) if there else None
+            return self._arrange(rule, there) if there else None
 
         return LazyQuant(
-            payload=self._arrange(rule, [part.payload for part in parts], head),
-            scale=self._arrange(
-                rule, [regrid(part.scale, part.format.block, format.block, matrix) for part in parts], head // rows
-            ),
+            payload=self._arrange(rule, [part.payload for part in parts]),
+            scale=self._arrange(rule, [regrid(part.scale, part.format.block, format.block, matrix) for part in parts]),
             format=format,
-            global_scale=arrange([part.global_scale for part in parts], 0),
-            input_scale=arrange([part.input_scale for part in parts], 0),
+            global_scale=arrange([part.global_scale for part in parts]),
+            input_scale=arrange([part.input_scale for part in parts]),
         )
 
     def _check_cut(self, path: str, part: LazyQuant, cols: int, count: int) -> None:
@@ -119,8 +116,8 @@ class Builder:
                 "tensor_parallel_size, or set expert_parallel for experts"
             )
 
-    def _arrange(self, rule: Rule, arrays: Sequence[LazyArray], head: int) -> LazyArray:
-        """Stacks experts, or repeats key/value heads of `head` rows; a scalar belongs to all heads."""
+    def _arrange(self, rule: Rule, arrays: Sequence[LazyArray]) -> LazyArray:
+        """Stacks experts, or repeats key/value heads, of equal numbers of rows; a scalar belongs to all heads."""
         if rule.per_expert:
             each = len(rule.sources)
             experts = [Stack(arrays[e : e + each]) for e in range(0, len(arrays), each)] if each > 1 else arrays
@@ -128,7 +125,8 @@ class Builder:
         if not rule.kv_heads or not arrays[0].shape:
             return arrays[0]
         heads = self.config.num_key_value_heads
-        return repeat_heads(arrays[0], head, self.config.num_kv_heads_on(self.parallelism) // heads)
+        times = self.config.num_kv_heads_on(self.parallelism) // heads
+        return repeat_heads(arrays[0], arrays[0].shape[0] // heads, times)
 
     def _plain_dtype(self, stored: Sequence[Stored]) -> np.dtype[Any]:
         """bfloat16 where all tensors have it, so that nothing is widened in memory; the compute dtype otherwise."""

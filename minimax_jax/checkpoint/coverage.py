@@ -7,17 +7,16 @@ import re
 from collections.abc import Mapping, Sequence
 
 from minimax_jax.checkpoint.formats import PARTS, PLAIN, cols_per_element, find_weight
-from minimax_jax.checkpoint.name_map import IGNORED, IGNORED_SCALES, Rule
+from minimax_jax.checkpoint.name_map import IGNORED, IGNORED_SCALES
+from minimax_jax.checkpoint.name_map_m3 import is_vision
+from minimax_jax.checkpoint.rules import EXPERT, LAYER, Rule
 from minimax_jax.checkpoint.safetensors_index import Checkpoint, name_some
-from minimax_jax.config import MiniMaxM2Config
+from minimax_jax.config import MiniMaxM3Config, ModelConfig
 from minimax_jax.errors import CheckpointError
 
 Entries = Mapping[str, tuple[Rule, tuple[str, ...]]]  # parameter path -> its rule and checkpoint names
 
-_LIMITS = {
-    "num_hidden_layers": re.compile(r"model\.layers\.(\d+)\."),
-    "num_local_experts": re.compile(r"model\.layers\.\d+\.block_sparse_moe\.experts\.(\d+)\."),
-}
+_LIMITS = {"num_hidden_layers": LAYER, "num_local_experts": EXPERT}
 
 
 def find_ignored(checkpoint: Checkpoint) -> tuple[str, ...]:
@@ -26,13 +25,21 @@ def find_ignored(checkpoint: Checkpoint) -> tuple[str, ...]:
     return tuple(sorted(name for name in checkpoint.tensors if IGNORED in name.split(".") or name.endswith(scales)))
 
 
-def check_config(checkpoint: Checkpoint, config: MiniMaxM2Config, entries: Entries) -> None:
+def find_vision(checkpoint: Checkpoint, config: ModelConfig) -> tuple[str, ...]:
+    """Tensors of the vision tower and its projector, which text does not need."""
+    if not isinstance(config, MiniMaxM3Config):
+        return ()
+    return tuple(sorted(name for name in checkpoint.tensors if is_vision(name)))
+
+
+def check_config(checkpoint: Checkpoint, config: ModelConfig, entries: Entries) -> None:
     """Holds dtypes, shapes and numbers of layers and experts of the tensors that are there against the config."""
     for path, (rule, names) in entries.items():
         if rule.factor:
             _check_factor(checkpoint, path, names)
             continue
         shape = tuple(math.prod(getattr(config, field) for field in fields) for fields in rule.dims)
+        shape = (rule.part[1] * shape[0], *shape[1:])
         for name in names:
             info = find_weight(checkpoint, name)
             if info is None:
@@ -42,7 +49,8 @@ def check_config(checkpoint: Checkpoint, config: MiniMaxM2Config, entries: Entri
             if info.shape == expected and shape[-1] % each == 0:
                 continue
             fields = [
-                " x ".join(f"{field} {getattr(config, field)}" for field in dim)
+                f"{rule.part[1]} x " * (rule.part[1] > 1 and place == 0)
+                + " x ".join(f"{field} {getattr(config, field)}" for field in dim)
                 for place, dim in enumerate(rule.dims)
                 if len(info.shape) != len(expected) or info.shape[place] != expected[place]
             ]
@@ -78,21 +86,25 @@ def check_missing(checkpoint: Checkpoint, entries: Entries, ignored: Sequence[st
     raise CheckpointError(message)
 
 
-def check_unused(checkpoint: Checkpoint, sources: Mapping[str, Sequence[str]], ignored: Sequence[str]) -> None:
-    """Every tensor is used once, or is on the ignore list; `kv_scale` alone stands for two parameters."""
-    used: dict[str, str] = {}
+def check_unused(
+    checkpoint: Checkpoint, entries: Entries, sources: Mapping[str, Sequence[str]], ignored: Sequence[str]
+) -> None:
+    """Every tensor is used once, or is on the ignore list; `kv_scale` and a fused matrix stand for two parameters."""
+    used: dict[str, list[str]] = {}
     for path, names in sources.items():
         for name in names:
-            if name in used and not name.endswith(".kv_scale"):
-                raise ValueError(f"the name map uses '{name}' for {used[name]} and for {path}")
-            used[name] = path
+            used.setdefault(name, []).append(path)
+    for name, paths in used.items():
+        parts = sorted(entries[path][0].part for path in paths)
+        if parts != [(i, parts[0][1]) for i in range(parts[0][1])] and not name.endswith(".kv_scale"):
+            raise ValueError(f"the name map uses parts {parts} of '{name}', for {', '.join(paths)}")
     left = checkpoint.tensors.keys() - used.keys() - set(ignored)
     unused = [info for name, info in checkpoint.tensors.items() if name in left]
     if unused:
         raise CheckpointError(
             f"checkpoint '{checkpoint.directory}' has {len(unused)} tensors that no parameter uses: "
             f"{name_some(info.name for info in unused)}, the first in {unused[0].file}; "
-            f"only '{IGNORED}' modules and scales of queries are left out"
+            f"only '{IGNORED}' modules, scales of queries and, of a model that sees, its vision are left out"
         )
 
 

@@ -159,6 +159,19 @@ class RepeatHeads(LazyArray):
             row += rows
 
 
+class Rows(LazyArray):
+    """Rows `start` to `stop` of an array."""
+
+    def __init__(self, source: LazyArray, start: int, stop: int) -> None:
+        self.source, self.start = source, start
+        self.shape = (stop - start, *source.shape[1:])
+        self.dtype = source.dtype
+
+    def jobs(self, index: Index, out: np.ndarray) -> Iterator[Job]:
+        rows = slice(self.start + index[0].start, self.start + index[0].stop)
+        return self.source.jobs((rows, *index[1:]), out)
+
+
 class Regrid(LazyArray):
     """A grid of block scales for smaller blocks: each scale repeated for the blocks that its own block is cut into."""
 
@@ -231,6 +244,26 @@ def astype(source: LazyArray, dtype: np.dtype[Any]) -> LazyArray:
 def regrid(source: LazyArray, block: tuple[int, int], new_block: tuple[int, int], shape: tuple[int, int]) -> LazyArray:
     """The scales of a matrix of `shape` for blocks of `new_block`, which divide `block`; exact."""
     return source if block == new_block else Regrid(source, block, new_block, shape)
+
+
+def take_part(value: Lazy, part: tuple[int, int]) -> Lazy:
+    """The i-th of n equal parts of a matrix's rows, for `part` (i, n); its global scales are the whole matrix's."""
+    i, n = part
+    if n == 1:
+        return value
+    rows = value.shape[0] // n
+    if isinstance(value, LazyArray):
+        return Rows(value, i * rows, (i + 1) * rows)
+    block = value.format.block
+    each = (math.gcd(block[0], rows), block[1])  # no block lies in two parts
+    scale = regrid(value.scale, block, each, (value.shape[0], value.shape[1]))
+    grid = rows // each[0]
+    return dataclasses.replace(
+        value,
+        payload=Rows(value.payload, i * rows, (i + 1) * rows),
+        scale=Rows(scale, i * grid, (i + 1) * grid),
+        format=dataclasses.replace(value.format, block=each),
+    )
 
 
 def repeat_heads(source: LazyArray, head: int, times: int) -> LazyArray:

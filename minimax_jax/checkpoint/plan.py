@@ -12,13 +12,21 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from minimax_jax.checkpoint.build import Builder, local_shape
-from minimax_jax.checkpoint.coverage import check_config, check_missing, check_unused, find_ignored
+from minimax_jax.checkpoint.coverage import (
+    Entries,
+    check_config,
+    check_missing,
+    check_unused,
+    find_ignored,
+    find_vision,
+)
 from minimax_jax.checkpoint.formats import Stored, find_stored
-from minimax_jax.checkpoint.lazy import Lazy, LazyArray, LazyQuant, Tensor
+from minimax_jax.checkpoint.lazy import Lazy, LazyArray, LazyQuant, Tensor, take_part
 from minimax_jax.checkpoint.name_map import expand, expand_kv_scales, has_kv_scales
+from minimax_jax.checkpoint.rules import Rule
 from minimax_jax.checkpoint.safetensors_index import Checkpoint, name_some
 from minimax_jax.checkpoint.scales import Scale, check_scale
-from minimax_jax.config import MiniMaxM2Config, Parallelism
+from minimax_jax.config import ModelConfig, Parallelism
 from minimax_jax.errors import ConfigError
 from minimax_jax.parameters import ParameterSpec
 from minimax_jax.sharding import Axes
@@ -45,6 +53,7 @@ class LoadPlan:
       scales: every scale tensor among them.
       formats: (group of modules, a format's name) -> its totals.
       ignored: tensors that are known not to belong to the model.
+      vision: tensors of its vision tower and projector, which text does not need.
       parallelism: the mesh that block scales and key/value heads are laid out for.
     """
 
@@ -55,6 +64,7 @@ class LoadPlan:
     scales: tuple[Scale, ...]
     formats: Mapping[tuple[str, str], FormatTotal]
     ignored: tuple[str, ...]
+    vision: tuple[str, ...]
     parallelism: Parallelism
 
     def arrays(self) -> Iterable[tuple[LazyArray, Axes]]:
@@ -87,7 +97,7 @@ class LoadPlan:
 
 def plan_parameters(
     checkpoint: Checkpoint,
-    config: MiniMaxM2Config,
+    config: ModelConfig,
     specs: Mapping[str, ParameterSpec],
     parallelism: Parallelism,
     dtype: DTypeLike,
@@ -106,14 +116,14 @@ def plan_parameters(
         cannot be read.
       ConfigError: a dimension cannot be cut evenly over the mesh, or an input's quantisation cannot be emulated.
     """
-    entries = {path: (rule, names) for path, rule, names in expand(config)}
+    entries = {path: (rule, names) for path, rule, names in expand(config, checkpoint.tensors)}
     if has_kv_scales(checkpoint.tensors):
         entries |= {path: (rule, names) for path, rule, names in expand_kv_scales(config, checkpoint.tensors)}
     if entries.keys() != specs.keys():
         raise ValueError(f"the name map and the model differ in {name_some(sorted(entries.keys() ^ specs.keys()))}")
-    ignored = find_ignored(checkpoint)
+    ignored, vision = find_ignored(checkpoint), find_vision(checkpoint, config)
     check_config(checkpoint, config, entries)
-    check_missing(checkpoint, entries, ignored)
+    check_missing(checkpoint, entries, ignored + vision)
     builder = Builder(config, parallelism, np.dtype(jnp.dtype(dtype)))
     weights: dict[str, Lazy] = {}
     stored: dict[str, list[Stored]] = {}
@@ -122,14 +132,16 @@ def plan_parameters(
             stored[path] = [_factor(checkpoint, names[0])]
         else:
             stored[path] = [
-                find_stored(checkpoint, name, config.quantization, rule.linear, emulate_activation_quant)
+                _take_part(
+                    find_stored(checkpoint, name, config.quantization, rule.linear, emulate_activation_quant), rule
+                )
                 for name in names
             ]
         weights[path] = builder.build(path, rule, specs[path], stored[path])
         if weights[path].shape != specs[path].shape:
             raise ValueError(f"the name map gives {path} {weights[path].shape}, the model {specs[path].shape}")
     sources = {path: tuple(info.name for part in parts for info in part.infos) for path, parts in stored.items()}
-    check_unused(checkpoint, sources, ignored)
+    check_unused(checkpoint, entries, sources, ignored + vision)
     quantised = [weight for weight in weights.values() if isinstance(weight, LazyQuant)]
     if emulate_activation_quant and not any(weight.format.activation for weight in quantised):
         raise ConfigError(
@@ -144,8 +156,9 @@ def plan_parameters(
         specs=dict(specs),
         sources=sources,
         scales=tuple(scales.values()),
-        formats=_totals(stored),
+        formats=_totals(stored, entries),
         ignored=ignored,
+        vision=vision,
         parallelism=parallelism,
     )
 
@@ -156,14 +169,19 @@ def _factor(checkpoint: Checkpoint, name: str) -> Stored:
     return Stored((info,), Tensor(checkpoint, info, ()), info.dtype, (Scale(info, "positive"),))
 
 
-def _totals(stored: Mapping[str, Sequence[Stored]]) -> dict[tuple[str, str], FormatTotal]:
+def _take_part(stored: Stored, rule: Rule) -> Stored:
+    """What a parameter takes of a matrix that holds several."""
+    return dataclasses.replace(stored, value=take_part(stored.value, rule.part))
+
+
+def _totals(stored: Mapping[str, Sequence[Stored]], entries: Entries) -> dict[tuple[str, str], FormatTotal]:
     """A total for each format in each group of modules; a scale counts with its weight."""
     totals: dict[tuple[str, str], FormatTotal] = {}
     for path, parts in stored.items():
         for part in parts:
             key = (_group(path), part.label)
             before = totals.get(key, FormatTotal(0, 0))
-            size = sum(info.nbytes for info in part.infos)
+            size = sum(info.nbytes for info in part.infos) // entries[path][0].part[1]
             totals[key] = FormatTotal(before.tensors + 1, before.bytes + size)
     return totals
 
@@ -172,6 +190,12 @@ def _group(path: str) -> str:
     """The kind of module that a parameter belongs to."""
     if ".experts." in path:
         return "experts"
+    if ".indexer." in path:
+        return "indexer"
+    if ".shared_experts." in path:
+        return "shared experts"
+    if ".mlp." in path:
+        return "dense layers"
     if ".block_sparse_moe." in path:
         return "router"
     if "norm" in path:

@@ -9,10 +9,10 @@ import jax.numpy as jnp
 from jax import lax
 
 from minimax_jax.cache import Cache
-from minimax_jax.config import MiniMaxM2Config, Parallelism
+from minimax_jax.config import ModelConfig, Parallelism
 from minimax_jax.generation.limits import NOT_FINITE
 from minimax_jax.generation.sampling import Logprobs, Sampling, log_probabilities, no_logprobs, sample
-from minimax_jax.model import MiniMaxM2, Weights, build
+from minimax_jax.model import CausalLM, Weights, build
 from pallas_kernels.dispatch import Implementation
 
 
@@ -20,7 +20,7 @@ from pallas_kernels.dispatch import Implementation
 class Settings:
     """What the compiled programs are made for; hashable, never a value that changes between calls."""
 
-    config: MiniMaxM2Config
+    config: ModelConfig
     parallelism: Parallelism
     dtype: jnp.dtype
     steps: int  # decode steps a call
@@ -147,5 +147,5 @@ def _advance(rows: Rows, logits: jax.Array, sampling: Sampling) -> tuple[Rows, j
     return moved, jnp.where(rows.active, jnp.where(finite, token, NOT_FINITE), -1), logprobs
 
 
-def _model(settings: Settings, weights: Weights) -> MiniMaxM2:
+def _model(settings: Settings, weights: Weights) -> CausalLM:
     return build(settings.config, settings.parallelism, settings.dtype, weights, settings.implementation)

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from minimax_jax.cache import PAGE_SIZE, abstract_cache, cache_axes
-from minimax_jax.config import MiniMaxM2Config, Parallelism
+from minimax_jax.config import ModelConfig, Parallelism
 from minimax_jax.errors import ConfigError
 from minimax_jax.generation import loop
 from minimax_jax.generation.limits import MAX_STOP_IDS
@@ -46,8 +46,8 @@ _BLOCKS: Mapping[FormatName, tuple[int, int]] = {
 _PACKED_PARTS: Mapping[str, tuple[str, ...]] = {
     "fp8": ("_proj.", ".experts."),
     "mxfp8": ("_proj.", ".experts."),
-    "mxfp4": (".experts.",),
-    "nvfp4": (".experts.",),
+    "mxfp4": (".experts.", ".shared_experts."),
+    "nvfp4": (".experts.", ".shared_experts."),
 }
 
 
@@ -63,9 +63,7 @@ class Programs:
         p = settings.parallelism
         axes_of = abstract_parameters(settings.config, p, kv_scales=has_kv_scales(weights))
         placed = {path: weight_specs(weights[path], spec.axes, p) for path, spec in axes_of.items()}
-        cache = jax.tree.map(
-            lambda axes: partition_spec(axes, p), cache_axes(settings.config.num_hidden_layers), is_leaf=is_axes
-        )
+        cache = jax.tree.map(lambda axes: partition_spec(axes, p), cache_axes(settings.config), is_leaf=is_axes)
         rows = partition_spec(("batch",), p)  # of a [B, ...] array, and of a tree of them
 
         def compile_(fn: Callable[..., Any], in_specs: Any, out_specs: Any, donate: tuple[int, ...]) -> Jitted:
@@ -97,7 +95,7 @@ class Programs:
 
 
 def abstract_programs(
-    config: MiniMaxM2Config,
+    config: ModelConfig,
     parallelism: Parallelism,
     mesh: Mesh,
     *,
@@ -117,7 +115,7 @@ def abstract_programs(
     weights = abstract_weights(config, parallelism, mesh, weight_format)
     programs = Programs(Settings(config, parallelism, dtype, steps, implementation), mesh, weights)
     cache = abstract_cache(config, parallelism, max_num_seqs=max_num_seqs, max_model_len=max_model_len, dtype=dtype)
-    axes = cache_axes(config.num_hidden_layers)
+    axes = cache_axes(config)
 
     def place(leaf: Any, spec: PartitionSpec) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=NamedSharding(mesh, spec))
@@ -146,7 +144,7 @@ def abstract_programs(
 
 
 def abstract_weights(
-    config: MiniMaxM2Config, parallelism: Parallelism, mesh: Mesh, weight_format: str = "bfloat16"
+    config: ModelConfig, parallelism: Parallelism, mesh: Mesh, weight_format: str = "bfloat16"
 ) -> dict[str, Weight]:
     """The shapes of a published checkpoint's weights, placed on `mesh`.
 

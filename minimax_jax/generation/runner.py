@@ -201,7 +201,7 @@ class Runner:
         )
         shardings = jax.tree.map(
             lambda axes: NamedSharding(self.mesh, partition_spec(axes, parallelism)),
-            cache_axes(config.num_hidden_layers),
+            cache_axes(config),
             is_leaf=is_axes,
         )
         zeros = jax.jit(lambda: jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes), out_shardings=shardings)

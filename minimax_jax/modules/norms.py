@@ -1,4 +1,4 @@
-"""RMS norms: the plain one, and M2's norm over all heads of all devices."""
+"""RMS norms: the plain one, M2's norm over all heads of all devices, and M3's with its weight around one."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import lax
 
+from minimax_jax.config import MiniMaxM3Config, ModelConfig
 from minimax_jax.modules.parameter import array, declare
 from minimax_jax.parameters import ParameterSpec
 from minimax_jax.sharding import model_psum
@@ -26,6 +27,30 @@ class RMSNorm(nnx.Module):
         """x [..., D] -> the same."""
         mean_square = jnp.mean(jnp.square(x.astype(jnp.float32)), axis=-1, keepdims=True)
         return scale_by(x, mean_square, self.eps, array(self.weight))
+
+
+class GemmaRMSNorm(nnx.Module):
+    """(1 + weight) * x / sqrt(mean(x^2) + eps) over the last axis, in float32, rounded once.
+
+    Source: transformers `MiniMaxM3VLRMSNorm`. Over the hidden size, or over each head by itself with one weight for
+    all heads, which needs no collective. The checkpoint's weight is the offset from one and is kept as it is.
+    """
+
+    def __init__(self, size: int, eps: float) -> None:
+        self.weight = declare(ParameterSpec((size,), (None,), "vector"))
+        self.eps = eps
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """x [..., size] -> the same."""
+        wide = x.astype(jnp.float32)
+        normed = wide * lax.rsqrt(jnp.mean(jnp.square(wide), axis=-1, keepdims=True) + self.eps)
+        return (normed * (1 + array(self.weight).astype(jnp.float32))).astype(x.dtype)
+
+
+def layer_norm(config: ModelConfig) -> RMSNorm | GemmaRMSNorm:
+    """The model's norm over the hidden size."""
+    kind = GemmaRMSNorm if isinstance(config, MiniMaxM3Config) else RMSNorm
+    return kind(config.hidden_size, config.rms_norm_eps)
 
 
 class HeadsNorm(nnx.Module):

@@ -7,7 +7,7 @@ import dataclasses
 import jax
 
 from minimax_jax.cache import Cache
-from minimax_jax.config import MiniMaxM2Config
+from minimax_jax.config import MiniMaxM3Config, ModelConfig
 from minimax_jax.modules.rope import rope_tables
 
 
@@ -28,7 +28,8 @@ class Step:
     rope: tuple[jax.Array, jax.Array]
 
 
-def make_step(config: MiniMaxM2Config, positions: jax.Array, cache: Cache) -> Step:
+def make_step(config: ModelConfig, positions: jax.Array, cache: Cache) -> Step:
     """positions [B, T] int32 -> the step's shared values."""
-    rope = rope_tables(positions, config.rotary_dim, config.rope_theta)
+    yarn = config.yarn if isinstance(config, MiniMaxM3Config) else None
+    rope = rope_tables(positions, config.rotary_dim, config.rope_theta, yarn)
     return Step(positions, cache.places(positions), cache.page_table, rope)
