@@ -13,6 +13,8 @@ ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = ROOT / "scripts" / "check_rocm_codegen.py"
 TOOLCHAIN = Path(os.environ.get("MINIMAX_ROCM", ROOT / ".venv" / "rocm"))
 
+ATTENTION = 25  # kernels over the cache on eight devices, and the float8 lanes
+
 pytestmark = pytest.mark.rocm
 
 
@@ -49,13 +51,23 @@ def test_steps_compile_and_copy_no_weight(
     assert result.stdout.count("ok gfx") == 2  # decode and prefill
 
 
+@pytest.mark.parametrize(("target", "weight_format"), [("gfx942", "mxfp4"), ("gfx950", "mxfp8")])
+def test_m3_steps_compile(shared: Path, target: str, weight_format: str) -> None:
+    """Three dense layers and one that has experts and selects blocks, on eight devices, twice as many as kv heads."""
+    options = ["--model", "M3", "--target", target, "--format", weight_format, "--layers", "4", "--strict-experts"]
+    result = check(shared, *options)
+    assert result.returncode == 0, result.stdout
+    assert result.stdout.count("ok gfx") == 2
+
+
 @pytest.mark.parametrize("target", ["gfx942", "gfx950"])
 def test_kernels_compile_without_spills(shared: Path, target: str) -> None:
     """The narrowest shapes, whose last step along K is ragged, one read as words, and each dense format."""
     only = r"(gate_up|down) M2 .* tp8 |gate_up M2 .* tp1 mxfp8|linear M3 (o|down3072) tp8 "
+    only += r"|(paged|sparse)_attention .* tp8 |block_scores .* tp8 |fp8_lane "
     result = check(shared, "--kernels", "--target", target, "--only", only)
     assert result.returncode == 0, result.stdout
-    assert result.stdout.count(f"ok {target} ") == 20 + 2 + 14
+    assert result.stdout.count(f"ok {target} ") == 20 + 2 + 14 + ATTENTION
     assert "FAIL" not in result.stdout
 
 
