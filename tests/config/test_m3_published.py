@@ -20,7 +20,7 @@ Refuse = Callable[..., str]
 Change = Callable[..., dict[str, Any]]
 PUBLISHED: dict[str, Any] = json.loads(Path(__file__).with_name("published_m3.json").read_text())
 TEXT_SIZES = [key for key, value in PUBLISHED["text_config"].items() if type(value) is int and key != "rope_theta"]
-UNREAD = {"n_shared_experts", "num_mtp_modules", "num_nextn_predict_layers"}
+UNREAD = ("n_shared_experts", "num_mtp_modules", "num_nextn_predict_layers")
 SPARSE_SIZES = ["sparse_index_dim", "sparse_num_index_heads", "sparse_topk_blocks", "sparse_block_size"]
 VISION_SIZES = ["hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "patch_size"]
 
