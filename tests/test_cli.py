@@ -6,6 +6,7 @@ import io
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -286,11 +287,24 @@ def test_inspect_names_what_does_not_fit(capsys: Captured, model: Path, tmp_path
     assert err.count("\n") == 1
 
 
-def test_inspect_shows_the_files_of_a_model_that_cannot_run(capsys: Captured, shared: Path) -> None:
-    assert main(["inspect", str(shared / "data" / "checkpoints" / "m3-mxfp4-quark")]) == 2
+def test_inspect_shows_the_files_of_a_model_that_cannot_run(capsys: Captured, shared: Path, tmp_path: Path) -> None:
+    directory = shutil.copytree(shared / "data" / "checkpoints" / "m3-mxfp4-quark", tmp_path / "other")
+    (directory / "config.json").chmod(0o644)
+    (directory / "config.json").write_text('{"model_type": "minimax_text_01"}')
+    assert main(["inspect", str(directory)]) == 2
     out, err = capsys.readouterr()
     assert re.search(r"U8 +\d+ tensors", out)
     assert err.count("\n") == 1
+    assert "model_type 'minimax_text_01' is not supported" in err
+
+
+def test_inspect_of_m3_counts_what_sees(capsys: Captured, shared: Path) -> None:
+    assert main(["inspect", str(shared / "data" / "checkpoints" / "m3-mxfp4-quark")]) == 0
+    out, err = capsys.readouterr()
+    assert "MiniMax-M3 (model_type minimax_m3_vl)" in out
+    assert "3 layers attend to 3 blocks of 16 tokens" in out
+    assert "43 of the vision tower and its projector left out" in out
+    assert not err
 
 
 # --- generate, with a real model
