@@ -34,14 +34,19 @@ def path_of(shared: Path, name: str) -> Path:
     return shared / "data" / "checkpoints" / name
 
 
-@pytest.mark.parametrize("name", NAMES)
+QUICK = ("m3-bf16", "m3-nvfp4-quark-inmem")  # plain and packed, each in one of the spellings; the others in every mesh
+
+
+@pytest.mark.parametrize("name", QUICK)
 def test_on_one_device(shared: Path, name: str) -> None:
     check(path_of(shared, name), (1, 1), "tensor")
 
 
-@pytest.mark.parametrize(("name", "mesh", "placement"), list(zip(NAMES[:4], MESHES[1:], PLACEMENTS * 2, strict=True)))
+@pytest.mark.parametrize(
+    ("name", "mesh", "placement"), [("m3-mxfp8", (1, 4), "expert"), ("m3-mxfp4-quark", (2, 8), "tensor")]
+)
 def test_on_several_devices(shared: Path, name: str, mesh: tuple[int, int], placement: str) -> None:
-    check(path_of(shared, name), mesh, placement, generate=mesh[1] == 8)
+    check(path_of(shared, name), mesh, placement, generate=False)
 
 
 @pytest.mark.slow
