@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import minimax_jax
 from minimax_jax.errors import ConfigError, MinimaxError, RequestError
+from pallas_kernels.errors import Unavailable
 
 if TYPE_CHECKING:
     from minimax_jax.llm import LLM
@@ -39,7 +40,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         try:
             command(args)
             sys.stdout.flush()
-        except MinimaxError as error:
+        except (MinimaxError, Unavailable) as error:
             return _fail(str(error))
         except BrokenPipeError:
             # Whoever read our output has seen enough; nothing may be written at exit either.
@@ -329,7 +330,7 @@ def _add_generate(commands: Any) -> None:
     parser.add_argument(
         "--implementation",
         choices=("pallas", "xla", "reference"),
-        help="of packed layers (default: Pallas kernels on a GPU, XLA elsewhere)",
+        help="of experts, packed layers and attention (default: Pallas kernels for packed weights on a GPU, else XLA)",
     )
     parser.add_argument(
         "--emulate-activation-quant",

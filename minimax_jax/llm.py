@@ -74,8 +74,8 @@ class LLM:
           kv_cache_dtype: "bfloat16", "float32", or "auto" for `dtype`.
           emulate_activation_quant: quantise and dequantise the inputs of quantised layers as the checkpoint's config
             declares, to compare with programs that do; False keeps them, which is more exact.
-          implementation: of packed layers and experts: "pallas" (interpreted without a GPU), "xla", "reference"; None
-            takes the kernels on a GPU and XLA elsewhere.
+          implementation: of experts, packed layers and attention: "pallas" (interpreted without a GPU), "xla",
+            "reference"; None takes the kernels for packed weights on a GPU, and XLA for the rest and elsewhere.
           seed: where requests without a seed draw theirs from.
           prefill_chunk_size: tokens of a row in one prefill step.
           steps_per_call: decode steps between two looks of the host; also how often a stream yields.

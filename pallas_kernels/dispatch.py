@@ -9,6 +9,8 @@ from typing import Any
 
 from jax import lax
 
+from pallas_kernels.errors import Unavailable
+
 Implementation = str | None
 
 logger = logging.getLogger("pallas_kernels")
@@ -18,12 +20,12 @@ def choose(op: str, implementation: Implementation, available: Mapping[str, Call
     """The function for `implementation`; None means the first of `available`, which lists the best first.
 
     Raises:
-      ValueError: `implementation` names none of them.
+      Unavailable: `implementation` names none of them.
     """
     if implementation is None:
         return next(iter(available.values()))
     if implementation not in available:
-        raise ValueError(f"{op}: implementation {implementation!r} is not available; choose from {sorted(available)}")
+        raise Unavailable(op, implementation, f"there are {', '.join(sorted(available))}")
     return available[implementation]
 
 

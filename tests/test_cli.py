@@ -153,6 +153,15 @@ def test_prompts_that_cannot_be_served(
     assert "256" in refuse("word " * 400)
 
 
+def test_kernels_that_this_jax_does_not_have(capsys: Captured, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "pallas_kernels.paged_attention.kernel", None)
+    assert main(["generate", "--model", str(model), "--implementation", "pallas", "a"]) == 2
+    *_, message = capsys.readouterr().err.splitlines()  # after the lines about loading
+    assert message.startswith("minimax-jax: error: ")
+    assert "paged_attention: implementation 'pallas' is not available: this JAX has no Pallas Triton route" in message
+    assert "leave it out, or take 'xla'" in message
+
+
 def test_models_that_are_not_there(capsys: Captured, tmp_path: Path) -> None:
     missing = str(tmp_path / "none")
     assert refusal(capsys, "generate", "--model", missing, "hi") == f"model '{missing}': no such directory"

@@ -39,8 +39,7 @@ class Attention(nnx.Module):
         self.v_proj = Linear(ParameterSpec((kv_rows, D), ("kv_heads", "hidden")), implementation)
         self.o_proj = Linear(ParameterSpec((D, q_rows), ("hidden", "heads")), implementation)
         self.head_dim = h
-        # The kernels of attention are still to come: their name asks for the best there is.
-        self.implementation = None if implementation == "pallas" else implementation
+        self.implementation = implementation
         if kv_scales:  # of the checkpoint, for an FP8 cache; a wider one needs none
             self.k_scale = declare(ParameterSpec((), (), "float32"))
             self.v_scale = declare(ParameterSpec((), (), "float32"))

@@ -39,8 +39,7 @@ class Indexer(nnx.Module):
         self.head_dim = h
         self.block_size = config.index_block_size
         self.topk = config.index_topk_blocks
-        # The kernels' name asks for the best there is.
-        self.implementation = None if implementation == "pallas" else implementation
+        self.implementation = implementation
 
     def __call__(self, x: jax.Array, cache: LayerCache, step: Step) -> tuple[jax.Array, LayerCache]:
         """x [B, T, D] -> (blocks [B, T, local K, index_topk_blocks] int32, the cache with the new tokens' keys)."""

@@ -38,8 +38,8 @@ def block_scores(
       [B, T, G, pages * S // block_size] float32; -inf for a block wholly in the future, and everywhere for a pad.
 
     Raises:
-      ValueError: S is no multiple of block_size, the named implementation is none of these or cannot compute
-        this, or the sizes of the index heads and the index keys differ.
+      Unavailable: the named implementation is none of these, or cannot compute this.
+      ValueError: S is no multiple of block_size, or the sizes of the index heads and the index keys differ.
     """
     check_block_size("block_scores", index_cache.shape[1], block_size)
     if index_q.shape[-1] != index_cache.shape[-1]:

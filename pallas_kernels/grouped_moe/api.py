@@ -11,6 +11,7 @@ import jax
 
 from pallas_kernels.activation import SwiGLU
 from pallas_kernels.dispatch import Implementation, choose, note_once
+from pallas_kernels.errors import Unavailable
 from pallas_kernels.grouped_moe.reference import grouped_moe_reference
 from pallas_kernels.grouped_moe.xla import grouped_moe_xla
 from pallas_kernels.quant import Weight
@@ -44,7 +45,7 @@ def grouped_moe(
       [N, D] float32.
 
     Raises:
-      ValueError: the named implementation is none of these, or cannot compute this.
+      Unavailable: the named implementation is none of these, or cannot compute this.
     """
     available: dict[str, Callable[..., Any]] = {"xla": grouped_moe_xla, "reference": grouped_moe_reference}
     if implementation in (None, "pallas"):
@@ -54,7 +55,7 @@ def grouped_moe(
             if implementation is None:
                 implementation, available["pallas"] = "pallas", functools.partial(kernels, interpret=_xla(activation))
         elif implementation == "pallas":
-            raise ValueError(f"grouped_moe: implementation 'pallas' is not available: {why}")
+            raise Unavailable("grouped_moe", "pallas", why)
         else:
             note_once(f"grouped_moe: plain XLA instead of the kernels, because {why}")
     fn = choose("grouped_moe", implementation, available)

@@ -10,6 +10,7 @@ from typing import Any
 import jax
 
 from pallas_kernels.dispatch import Implementation, choose, note_once, on_gpu
+from pallas_kernels.errors import Unavailable
 from pallas_kernels.linear.reference import linear_reference
 from pallas_kernels.linear.xla import linear_xla
 from pallas_kernels.quant import QuantTensor, Weight
@@ -28,7 +29,7 @@ def linear(x: jax.Array, weight: Weight, *, implementation: Implementation = Non
       [..., rows] float32, not yet rounded to x's dtype.
 
     Raises:
-      ValueError: the named implementation is none of these, or cannot compute this.
+      Unavailable: the named implementation is none of these, or cannot compute this.
     """
     available: dict[str, Callable[..., Any]] = {"xla": linear_xla, "reference": linear_reference}
     packed = isinstance(weight, QuantTensor)
@@ -38,7 +39,7 @@ def linear(x: jax.Array, weight: Weight, *, implementation: Implementation = Non
             elsewhere = linear_xla if implementation is None else functools.partial(kernel, interpret=True)
             implementation, available["pallas"] = "pallas", functools.partial(_run, kernel, elsewhere)
         elif implementation == "pallas":
-            raise ValueError(f"linear: implementation 'pallas' is not available: {why}")
+            raise Unavailable("linear", "pallas", why)
         else:
             note_once(f"linear: plain XLA instead of the kernel, because {why}")
     out: jax.Array = choose("linear", implementation, available)(x, weight)

@@ -43,7 +43,8 @@ def paged_attention(
       [B, T, H, h] float32.
 
     Raises:
-      ValueError: the named implementation is none of these, or cannot compute this, or the shapes do not fit.
+      Unavailable: the named implementation is none of these, or cannot compute this.
+      ValueError: the shapes do not fit.
     """
 
     def kernel(*args: Any) -> jax.Array:

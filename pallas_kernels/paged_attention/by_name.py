@@ -10,6 +10,7 @@ from typing import Any
 import jax
 
 from pallas_kernels.dispatch import on_gpu
+from pallas_kernels.errors import Unavailable
 
 
 def run_kernel(op: str, args: Sequence[Any], refused_for: Sequence[Any], **static: Any) -> jax.Array:
@@ -20,19 +21,15 @@ def run_kernel(op: str, args: Sequence[Any], refused_for: Sequence[Any], **stati
       static: the kernel's options.
 
     Raises:
-      ValueError: JAX has dropped the route that the kernels take, or the kernel cannot compute this.
+      Unavailable: JAX has dropped the route that the kernels take, or the kernel cannot compute this.
     """
     try:
         module = importlib.import_module(f"pallas_kernels.{op}.kernel")
     except (ImportError, AttributeError) as error:
-        raise ValueError(_refusal(op, f"this JAX has no Pallas Triton route ({error})")) from None
+        raise Unavailable(op, "pallas", f"this JAX has no Pallas Triton route ({error})") from None
     why = module.why_not(*refused_for)
     if why is not None:
-        raise ValueError(_refusal(op, why))
+        raise Unavailable(op, "pallas", why)
     kernel = functools.partial(getattr(module, f"{op}_pallas"), **static)
     out: jax.Array = on_gpu(kernel, functools.partial(kernel, interpret=True), args)
     return out
-
-
-def _refusal(op: str, why: str) -> str:
-    return f"{op}: implementation 'pallas' is not available: {why}; leave it out, or take 'xla'"

@@ -26,7 +26,7 @@ OFFSETS = 2**31  # Pallas's 32-bit offsets turn negative from there on
 
 
 class Softmax(NamedTuple):
-    """The running softmax of M query rows: largest score [M], sum [M] and weighted values [M, h], all float32."""
+    """The running softmax of M query rows: largest score [M], sum [M] and weighted values [M, W], all float32."""
 
     largest: jax.Array
     total: jax.Array
@@ -34,11 +34,11 @@ class Softmax(NamedTuple):
 
     @staticmethod
     def start(M: int, h: int) -> Softmax:
-        """Before any key."""
-        return Softmax(jnp.full((M,), -jnp.inf), jnp.zeros((M,)), jnp.zeros((M, h)))
+        """Before any key, for heads of size h."""
+        return Softmax(jnp.full((M,), -jnp.inf), jnp.zeros((M,)), jnp.zeros((M, columns(h).shape[1])))
 
     def step(self, q: jax.Array, k: jax.Array, v: jax.Array, seen: jax.Array, factor: jax.Array | float) -> Softmax:
-        """With N keys more: q [M, h], k and v [N, h] of one dtype, seen [M, N]; `factor` is the scale times log2 e."""
+        """With N keys more: q [M, W], k and v [N, W] of one dtype, seen [M, N]; `factor` is the scale times log2 e."""
         scores = jnp.where(seen, product(q, k, trans_b=True) * factor, -jnp.inf)
         largest = jnp.maximum(self.largest, jnp.max(scores, axis=1))
         # A row that has seen no key yet keeps -inf; the finite stand-in avoids inf - inf.
@@ -48,7 +48,7 @@ class Softmax(NamedTuple):
         return Softmax(largest, total, self.acc * rescale[:, None] + product(probs.astype(v.dtype), v))
 
     def result(self) -> jax.Array:
-        """[M, h]; zero for a row that has seen no key."""
+        """[M, W]; zero for a row that has seen no key."""
         return self.acc / jnp.where(self.total == 0.0, 1.0, self.total)[:, None]
 
 
@@ -69,21 +69,34 @@ def product(a: jax.Array, b: jax.Array, trans_b: bool = False) -> jax.Array:
 
 
 def read(ref: Any, row: jax.Array, h: int, dtype: Any) -> jax.Array:
-    """Rows [N] of a lane [rows, h] in `dtype`."""
-    return widen(load(ref.at[row[:, None], jnp.arange(h, dtype=jnp.int32)[None, :]]), dtype)
+    """Rows [N] of a lane [rows, h] in `dtype`, as wide as `columns`.
+
+    Beyond h it is the last value again: of k it meets zeros of q, of v it is not stored.
+    """
+    column = columns(h)
+    return widen(load(ref.at[row[:, None], column if column.shape[1] == h else jnp.minimum(column, h - 1)]), dtype)
 
 
 def read_queries(ref: Any, row: jax.Array, valid: jax.Array, h: int) -> jax.Array:
-    """Rows [M] of q [rows, h]; zero where they are not valid."""
-    at = ref.at[row[:, None], jnp.arange(h, dtype=jnp.int32)[None, :]]
-    return load(at, mask=jnp.broadcast_to(valid[:, None], (row.shape[0], h)), other=jnp.zeros((), ref.dtype))
+    """Rows [M] of q [rows, h], as wide as `columns`; zero where they are not valid and beyond h."""
+    at = ref.at[row[:, None], columns(h)]
+    return load(at, mask=elements(valid, h), other=jnp.zeros((), ref.dtype))
+
+
+def columns(h: int) -> jax.Array:
+    """[1, W]: the columns of a tile of heads of size h, a power of two of them."""
+    return jnp.arange(max(MIN_DOT, power_of_two(h)), dtype=jnp.int32)[None, :]
+
+
+def elements(valid: jax.Array, h: int) -> jax.Array:
+    """[M, W]: the elements of valid rows [M] that there are."""
+    column = columns(h)
+    mask = jnp.broadcast_to(valid[:, None], (valid.shape[0], column.shape[1]))
+    return mask if column.shape[1] == h else mask & (column < h)
 
 
 def why_not(q: jax.Array, *lanes: jax.Array) -> str | None:
     """What keeps the kernels from reading these; None when nothing does."""
-    h = q.shape[-1]
-    if h < MIN_DOT or h & (h - 1):
-        return f"the head size {h} is no power of two from {MIN_DOT} on"
     if q.dtype not in (jnp.float32, jnp.bfloat16):
         return f"queries are {q.dtype}, neither float32 nor bfloat16"
     for lane in lanes:

@@ -21,6 +21,8 @@ from pallas_kernels.paged_attention.flash import (
     MAX_PARTS,
     MIN_DOT,
     Softmax,
+    columns,
+    elements,
     merge,
     power_of_two,
     read,
@@ -84,8 +86,7 @@ def paged_attention_pallas(
 
         end = jnp.minimum(last + 1, first + span)
         state = lax.fori_loop(0, lax.div(end - first + (N - 1), jnp.int32(N)), step, Softmax.start(M, h))
-        column = jnp.arange(h, dtype=jnp.int32)[None, :]
-        mask = jnp.broadcast_to(valid[:, None], (M, h))
+        column, mask = columns(h), elements(valid, h)
         if parts == 1:
             out = state.result() * (load(scale_refs.pop(0).at[head]) if v_scale is not None else 1.0)
             store(out_refs[0].at[q_row[:, None], column], out, mask=mask)

@@ -47,8 +47,8 @@ def sparse_attention(
       [B, T, H, h] float32.
 
     Raises:
-      ValueError: S is no multiple of block_size, the named implementation is none of these or cannot compute
-        this, or the shapes do not fit.
+      Unavailable: the named implementation is none of these, or cannot compute this.
+      ValueError: S is no multiple of block_size, or the shapes do not fit.
     """
     check_heads("sparse_attention", q, k_cache, v_cache)
     check_block_size("sparse_attention", k_cache.shape[1], block_size)

@@ -16,7 +16,16 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from pallas_kernels._triton import load, pallas_call, store
-from pallas_kernels.paged_attention.flash import LOG2E, MIN_DOT, Softmax, power_of_two, read, read_queries
+from pallas_kernels.paged_attention.flash import (
+    LOG2E,
+    MIN_DOT,
+    Softmax,
+    columns,
+    elements,
+    power_of_two,
+    read,
+    read_queries,
+)
 from pallas_kernels.paged_attention.flash import why_not as why_not_read
 from pallas_kernels.paged_attention.kernel import finish, outputs
 from pallas_kernels.paged_attention.lanes import head_scales
@@ -91,8 +100,7 @@ def sparse_attention_pallas(
             return state.step(queries, k, v, jnp.broadcast_to(seen[None, :], (M, N)), factor)
 
         state = lax.fori_loop(0, count * steps, step, Softmax.start(M, h))
-        column = jnp.arange(h, dtype=jnp.int32)[None, :]
-        mask = jnp.broadcast_to(valid[:, None], (M, h))
+        column, mask = columns(h), elements(valid, h)
         if parts == 1:
             out = state.result() * (load(scale_refs.pop(0).at[head]) if v_scale is not None else 1.0)
             store(out_refs[0].at[q_row[:, None], column], out, mask=mask)

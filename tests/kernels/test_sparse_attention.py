@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import jax
@@ -173,6 +174,22 @@ def test_kernel_tiles_and_parts(tuning: dict[str, Any], T: int, G: int, seed: in
             keys, values = paged.rows[b][0][:, i // G], paged.rows[b][1][:, i // G]
             want[b, t, i] = 2 * oracle_attention(q[b, t, i], keys, values, p, SCALE, selections[b, t, i // G], 32)
     np.testing.assert_allclose(got, want, atol=6e-6)
+
+
+@pytest.mark.parametrize("size", [8, 24])
+def test_head_sizes(size: int, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Less than a tile's least width, and between two powers of two; of scores too."""
+    monkeypatch.setattr(sys.modules[__name__], "h", size)
+    for T in (1, 3):
+        rng = np.random.default_rng(seed)
+        q, index_q, positions, paged = case(rng, [90, 33], T, 32)
+        args = (jnp.asarray(index_q), *map(jnp.asarray, (paged.lanes[2], paged.table, positions)))
+        scores = block_scores(*args, block_size=16, implementation="pallas")
+        blocks = select_blocks(scores, jnp.asarray(positions), block_size=16, topk=3)
+        want, selections = choice(index_q, paged, positions, 16, topk=3)
+        np.testing.assert_array_equal(blocks, want)
+        got = run("pallas", q, paged, positions, want, 16)
+        np.testing.assert_allclose(got, oracle(q, paged.rows, positions, selections, 16), atol=3e-6)
 
 
 def test_kernel_reads_nothing_else(seed: int) -> None:
