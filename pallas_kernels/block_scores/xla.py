@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from pallas_kernels.barrier import when_needed
 from pallas_kernels.paged_attention.lanes import widen
 
 
@@ -27,5 +28,5 @@ def block_scores_xla(
         best = jnp.max(scores.reshape(B, T, G, -1, block_size), axis=-1)
         return lax.dynamic_update_slice_in_dim(out, best, j * (S // block_size), axis=3)
 
-    start = jnp.full((B, T, G, pages * S // block_size), -jnp.inf, jnp.float32)
+    start = when_needed(jnp.full((B, T, G, pages * S // block_size), -jnp.inf, jnp.float32), index_q)
     return lax.fori_loop(0, jnp.max(positions) // S + 1, page, start)

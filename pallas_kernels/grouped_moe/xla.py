@@ -12,6 +12,7 @@ from jax import lax
 
 from pallas_kernels.activation import SwiGLU
 from pallas_kernels.activation_quant import emulate_activation, scales_each_matrix
+from pallas_kernels.barrier import when_needed
 from pallas_kernels.dot import dot_weight
 from pallas_kernels.grouped_moe.routing import plan_blocks, rows_per_expert
 from pallas_kernels.quant import Weight
@@ -59,7 +60,8 @@ def grouped_moe_xla(
         target = jnp.where(valid, rows, R + jnp.arange(M))  # distinct, also where nothing is to be written
         return out.at[target].set(y, mode="drop", unique_indices=True)
 
-    out = lax.fori_loop(0, plan.num_blocks, block, jnp.zeros((R, D), jnp.float32))
+    start = when_needed(jnp.zeros((R, D), jnp.float32), x)
+    out = lax.fori_loop(0, plan.num_blocks, block, start)
     weights = jnp.where((expert_ids >= 0) & (expert_ids < E), expert_weights, 0)  # of a pad it may be NaN
     return jnp.sum(out.reshape(N, k, D) * weights[..., None], axis=1)
 

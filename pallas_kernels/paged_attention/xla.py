@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from pallas_kernels.barrier import when_needed
 from pallas_kernels.paged_attention.lanes import head_scales, widen
 
 
@@ -51,7 +52,7 @@ def paged_attention_xla(
         return new_largest, total, acc
 
     shape = (B, K, H // K, T)
-    start = (jnp.full(shape, -jnp.inf), jnp.zeros(shape), jnp.zeros((*shape, h)))
+    start = when_needed((jnp.full(shape, -jnp.inf), jnp.zeros(shape), jnp.zeros((*shape, h))), q)
     _, total, acc = lax.fori_loop(0, jnp.max(positions) // S + 1, page, start)
     out = acc / jnp.where(total == 0.0, 1.0, total)[..., None]
     out = out if v_scales is None else out * v_scales[:, None, None, None]

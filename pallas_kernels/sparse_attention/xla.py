@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from pallas_kernels.barrier import when_needed
 from pallas_kernels.paged_attention.lanes import head_scales, widen
 
 
@@ -55,7 +56,7 @@ def sparse_attention_xla(
         return new_largest, total, acc
 
     shape = (B, T, K, H // K)
-    start = (jnp.full(shape, -jnp.inf), jnp.zeros(shape), jnp.zeros((*shape, h)))
+    start = when_needed((jnp.full(shape, -jnp.inf), jnp.zeros(shape), jnp.zeros((*shape, h))), q)
     places = jnp.max(jnp.where(blocks >= 0, jnp.arange(1, topk + 1), 0))  # the tail that no token uses is left out
     _, total, acc = lax.fori_loop(0, places, place, start)
     out = acc / jnp.where(total == 0.0, 1.0, total)[..., None]

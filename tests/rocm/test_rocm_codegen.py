@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -58,6 +60,20 @@ def test_m3_steps_compile(shared: Path, target: str, weight_format: str) -> None
     result = check(shared, *options)
     assert result.returncode == 0, result.stdout
     assert result.stdout.count("ok gfx") == 2
+
+
+@pytest.mark.parametrize("model", ["M2", "M3"])
+def test_layers_share_their_temporaries(shared: Path, model: str) -> None:
+    """What plain XLA's attention starts from has 25 MB in each layer or more; it must not lie ready for all of them."""
+    small = {"hidden_size": 512, "intermediate_size": 256, "num_local_experts": 8, "vocab_size": 1024}
+    if model == "M3":
+        small |= {"dense_intermediate_size": 256, "shared_intermediate_size": 256}
+    options = ["--program", "prefill", "--model", model, "--model-parallel", "1", "--config", json.dumps(small)]
+    bytes_of = []
+    for layers in (6, 9):
+        result = check(shared, *options, "--layers", str(layers), "--implementation", "xla")
+        bytes_of.append(int(re.search(r"temporaries ([\d,]+) bytes", result.stdout)[1].replace(",", "")))  # type: ignore[index]
+    assert bytes_of[1] - bytes_of[0] < 25e6, bytes_of
 
 
 @pytest.mark.parametrize("target", ["gfx942", "gfx950"])
