@@ -220,18 +220,11 @@ def _stretched(text: Section, yarn: YarnScaling, stated: int) -> int:
 
 
 def _read_activation(text: Section) -> dict[str, float]:
-    """The constants of SwiGLU-OAI; those absent are the class's."""
-    found = {
-        "swiglu_alpha": text.number("swiglu_alpha"),
-        "swiglu_beta": text.number("swiglu_beta", allow_zero=True),
-        "swiglu_limit": text.number("swiglu_limit"),
-    }
-    if text.get("hidden_act") == "silu" and None in (found["swiglu_alpha"], found["swiglu_limit"]):
-        raise text.error(
-            f"{text.name('hidden_act')} 'silu' stands for SwiGLU-OAI only beside swiglu_alpha and swiglu_limit; "
-            "expected 'swigluoai'"
-        )
-    return {name: value for name, value in found.items() if value is not None}
+    """The constants of SwiGLU-OAI; a beta that is absent, as it is in the published file, is the class's."""
+    found = {name: text.number(name) for name in ("swiglu_alpha", "swiglu_limit")}
+    check_missing(text, found)
+    beta = text.number("swiglu_beta", allow_zero=True)
+    return {name: value for name, value in {**found, "swiglu_beta": beta}.items() if value is not None}
 
 
 def _read_quantization(places: list[Section]) -> QuantizationConfig | None:
