@@ -1,4 +1,4 @@
-"""Copies of a checkpoint in which something is missing, added, or said otherwise in its config.json."""
+"""Copies of a checkpoint in which something is missing, added, or said otherwise; and any checkpoint in memory."""
 
 from __future__ import annotations
 
@@ -7,7 +7,12 @@ from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
-from minimax_jax.checkpoint import open_checkpoint
+import numpy as np
+
+from minimax_jax.checkpoint import load_parameters, open_checkpoint, plan_parameters
+from minimax_jax.config import ModelConfig, Parallelism, load_config
+from minimax_jax.model import Weights, abstract_parameters
+from minimax_jax.sharding import make_mesh
 from tests.checkpoint.tiny_checkpoint import Tensors, write_checkpoint
 
 Edit = Callable[[dict[str, Any]], None]
@@ -40,3 +45,12 @@ def alter(
         edit(config)
     (target / "config.json").write_text(json.dumps(config))
     return target
+
+
+def load(directory: Path, emulate: bool = False) -> tuple[ModelConfig, Weights]:
+    """A checkpoint's config and its weights on one device, for computing in float32."""
+    config, parallelism = load_config(directory), Parallelism()
+    specs = abstract_parameters(config, parallelism)
+    with open_checkpoint(directory) as checkpoint:
+        plan = plan_parameters(checkpoint, config, specs, parallelism, np.float32, emulate_activation_quant=emulate)
+        return config, load_parameters(plan, specs, make_mesh(parallelism), parallelism)

@@ -13,8 +13,7 @@ import pytest
 from flax import nnx
 from jax.sharding import PartitionSpec
 
-from minimax_jax.checkpoint import load_parameters, open_checkpoint, plan_parameters
-from minimax_jax.config import MiniMaxM3Config, Parallelism, load_config
+from minimax_jax.config import MiniMaxM3Config, Parallelism
 from minimax_jax.errors import CheckpointError, ConfigError
 from minimax_jax.generation.programs import weight_specs
 from minimax_jax.model import Weights, abstract_parameters
@@ -23,7 +22,7 @@ from minimax_jax.modules.parameter import Parameter
 from minimax_jax.sharding import make_mesh, model_psum, shard_map
 from pallas_kernels.activation import SwiGLU
 from pallas_kernels.quant import QuantTensor
-from tests.checkpoint.altered import alter
+from tests.checkpoint.altered import alter, load
 from tests.kernels.oracle import FORMATS, Packed, f32, moe, pack, plain, quantised, swiglu
 from tests.packed import decode, read_checkpoint
 
@@ -223,15 +222,6 @@ CHECKPOINTS = {  # the format of each part's (input, hidden) products
 }
 
 
-def load(directory: Path, emulate: bool, parallelism: Parallelism) -> tuple[MiniMaxM3Config, Weights]:
-    config = load_config(directory)
-    assert isinstance(config, MiniMaxM3Config)
-    specs = abstract_parameters(config, parallelism)
-    with open_checkpoint(directory) as checkpoint:
-        plan = plan_parameters(checkpoint, config, specs, parallelism, np.float32, emulate_activation_quant=emulate)
-        return config, load_parameters(plan, specs, make_mesh(parallelism), parallelism)
-
-
 def stored(tensors: dict[str, np.ndarray], module: str, scheme: str | None, part: tuple[int, int] = (0, 1)) -> Matrix:
     """A module's weight, or one of n parts of its rows, as its bytes say."""
     values = decode(tensors, f"{module}.weight")
@@ -283,12 +273,13 @@ def matrices_of(tensors: dict[str, np.ndarray], schemes: dict[str, tuple[str | N
 def test_where_a_checkpoint_declares_it(shared: Path, name: str, seed: int) -> None:
     """And nowhere else: a plain layer of a quantised checkpoint keeps its input."""
     directory = shared / "data" / "checkpoints" / name
-    config, weights = load(directory, True, Parallelism())
+    config, weights = load(directory, emulate=True)
+    assert isinstance(config, MiniMaxM3Config)
     case = Case(config, weights, matrices_of(read_checkpoint(directory), CHECKPOINTS[name]))
     x, want = case.inputs(np.random.default_rng(seed), 1.0)
     check(case.run(x), want)
     # The default, and the same weights without a word of their inputs.
-    _, usual = load(directory, False, Parallelism())
+    _, usual = load(directory)
     off = switched_off(case)
     assert jax.tree.structure(usual) == jax.tree.structure(off.weights)
     kept = off.expected(x)
@@ -309,9 +300,9 @@ def test_a_static_scale_that_is_not_there(shared: Path, tmp_path: Path, name: st
     """No other module's is taken; without the option no one reads it."""
     source = shared / "data" / "checkpoints" / name
     directory = alter(source, tmp_path, drop=[f"{module}.input_scale_2"])
-    load(directory, False, Parallelism())
+    load(directory)
     with pytest.raises(CheckpointError, match="static activation scale") as caught:
-        load(directory, True, Parallelism())
+        load(directory, emulate=True)
     message = str(caught.value)
     assert f"module '{module}'" in message
     assert "leave the option off" in message
@@ -320,4 +311,4 @@ def test_a_static_scale_that_is_not_there(shared: Path, tmp_path: Path, name: st
 
 def test_nothing_to_quantise(shared: Path) -> None:
     with pytest.raises(ConfigError, match=r"emulate_activation_quant: .* declares no quantised activations"):
-        load(shared / "data" / "checkpoints" / "m3-bf16", True, Parallelism())
+        load(shared / "data" / "checkpoints" / "m3-bf16", emulate=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import jax
@@ -12,12 +13,14 @@ import pytest
 from flax import nnx
 from jax.sharding import PartitionSpec
 
+from minimax_jax.cache import Cache, LayerCache
 from minimax_jax.checkpoint.quantizers import quantize_mxfp4, quantize_mxfp8, quantize_nvfp4
-from minimax_jax.config import MiniMaxM3Config, Parallelism
+from minimax_jax.config import MiniMaxM3Config, Parallelism, YarnScaling
 from minimax_jax.model import Weights
 from minimax_jax.modules.decoder import DecoderLayer
 from minimax_jax.modules.moe import route
 from minimax_jax.modules.norms import GemmaRMSNorm
+from minimax_jax.modules.step import make_step
 from minimax_jax.sharding import make_mesh, model_psum, shard_map
 from pallas_kernels.quant import Format, QuantTensor, Weight
 
@@ -78,6 +81,22 @@ def test_bfloat16_is_rounded_once_after_the_weight() -> None:
     weight = np.array([0.7, -0.7, 0.1], np.float32)
     exact = np.array([1.0, 2.0, 3.0]) / np.sqrt(14 / 3) * (1 + weight)
     np.testing.assert_array_equal(np.asarray(norm(weight)(x))[0], exact.astype(ml_dtypes.bfloat16))
+
+
+def test_yarn_stretches_the_slow_pairs() -> None:
+    """M3's million tokens: 16 pairs turn more than 32 times over 524288 tokens, those from the 24th less than once."""
+    yarn = YarnScaling(factor=2.0, original_max_position_embeddings=524288, attention_factor=1.0693147)
+    sizes = {"head_dim": 128, "rotary_dim": 64, "index_head_dim": 128, "rope_theta": 5e6}
+    plain = dataclasses.replace(CONFIG, **sizes, max_position_embeddings=1048576)
+    cache = Cache((LayerCache(*[jnp.zeros((1, 16, 1, 128))] * 2),), jnp.zeros((1, 1), jnp.int32))
+    positions = jnp.array([[3]], jnp.int32)
+    angles = 3 * 5e6 ** (-np.arange(32) / 32)
+    unchanged = make_step(plain, positions, cache).rope
+    stretched = make_step(dataclasses.replace(plain, yarn=yarn), positions, cache).rope
+    factors = np.concatenate([np.ones(17), 1 - np.arange(1, 8) / 16, np.full(8, 0.5)])
+    for table, other, function in zip(unchanged, stretched, (np.cos, np.sin), strict=True):
+        np.testing.assert_allclose(np.asarray(table)[0, 0], function(angles), rtol=1e-5)
+        np.testing.assert_allclose(np.asarray(other)[0, 0], 1.0693147 * function(angles * factors), rtol=1e-5)
 
 
 def test_routed_weights_are_scaled() -> None:
