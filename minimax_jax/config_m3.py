@@ -87,7 +87,7 @@ class MiniMaxM3Config(ModelConfig):
         if self.index_n_heads != self.num_key_value_heads:
             raise ConfigError(
                 f"index_n_heads {self.index_n_heads} is not num_key_value_heads {self.num_key_value_heads}: only one "
-                "index head for each key/value head is supported"
+                f"index head for each key/value head is supported, expected {self.num_key_value_heads}"
             )
         if self.rotary_dim > self.index_head_dim:
             raise ConfigError(

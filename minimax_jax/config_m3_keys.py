@@ -164,7 +164,9 @@ def _kinds(layers: int, kinds: Mapping[int, Any], *places: tuple[Section, str]) 
         meanings: Mapping[Any, Any] = kinds if key.endswith("_freq") else {kind: kind for kind in kinds.values()}
         items = value if isinstance(value, list) else [value] * layers
         if len(items) != layers:
-            raise section.error(f"{name} has {len(items)} entries, but num_hidden_layers is {layers}")
+            raise section.error(
+                f"{name} has {len(items)} entries, but num_hidden_layers is {layers}; give one for each layer"
+            )
         for layer, item in enumerate(items):
             if isinstance(item, bool) or not isinstance(item, int | str) or item not in meanings:
                 raise section.error(f"{name} holds {show(item)} for layer {layer}; expected {either(meanings)}")
@@ -214,7 +216,8 @@ def _stretched(text: Section, yarn: YarnScaling, stated: int) -> int:
     if stated > yarn.max_positions:
         raise text.error(
             f"{text.name('max_position_embeddings')} {stated} is more than YaRN's factor {yarn.factor} times "
-            f"original_max_position_embeddings {yarn.original_max_position_embeddings}, which is {yarn.max_positions}"
+            f"original_max_position_embeddings {yarn.original_max_position_embeddings}, which is {yarn.max_positions}; "
+            "lower it, or raise the factor"
         )
     return yarn.max_positions
 

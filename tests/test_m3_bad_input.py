@@ -63,12 +63,15 @@ BAD: dict[str, tuple[dict[str, Any], list[str], list[str]]] = {
     "index heads": (
         sparse(sparse_num_index_heads=4),
         [],
-        ["config.json: index_n_heads 4 is not num_key_value_heads 2", "one index head for each key/value head"],
+        [
+            "config.json: index_n_heads 4 is not num_key_value_heads 2",
+            "one index head for each key/value head is supported, expected 2",
+        ],
     ),
     "index heads of the tensors": (
         add(f"{index_of(1)}q_proj.weight", f"{index_of(1)}q_proj.weight", 32),
         [],
-        [f"'{index_of(1)}q_proj.weight'", "[32, 128], expected [64, 128]", "index_n_heads 2 x index_head_dim 32"],
+        [f"'{index_of(1)}q_proj.weight'", "[32, 128], expected [64, 128]", "index_n_heads 2 x index_head_dim 32; one"],
     ),
     "index head size": (
         sparse(sparse_index_dim=64),
@@ -107,17 +110,22 @@ BAD: dict[str, tuple[dict[str, Any], list[str], list[str]]] = {
     "positions past YaRN's": (
         text(rope_scaling=YARN, max_position_embeddings=10000),
         [],
-        ["text_config.max_position_embeddings 10000", "YaRN's factor 2.0 times", "4096, which is 8192"],
+        ["text_config.max_position_embeddings 10000", "YaRN's factor 2.0 times", "4096, which is 8192; lower it"],
     ),
     "kinds of attention": (
         sparse(sparse_attention_freq=IN_FIVE),
         [],
-        ["sparse_attention_config.sparse_attention_freq has 5 entries, but num_hidden_layers is 4"],
+        ["sparse_attention_config.sparse_attention_freq has 5 entries, but num_hidden_layers is 4; give"],
     ),
     "kinds of MLPs": (
         text(moe_layer_freq=[0, 1, 1]),
         [],
         ["text_config.moe_layer_freq has 3 entries, but num_hidden_layers is 4"],
+    ),
+    "a norm of an indexer": (
+        add(f"{index_of(3)}k_norm.weight", f"{index_of(3)}k_norm.weight", 16),
+        [],
+        [f"'{index_of(3)}k_norm.weight'", "[16], expected [32]", "index_head_dim 32; one of the two"],
     ),
     "limit zero": (text(swiglu_limit=0), [], ["text_config.swiglu_limit 0 is not a finite number (above 0)"]),
     "limit negative": (text(swiglu_limit=-7.0), [], ["text_config.swiglu_limit -7.0", "above 0"]),

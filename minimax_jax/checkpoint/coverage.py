@@ -74,7 +74,7 @@ def check_config(checkpoint: Checkpoint, config: ModelConfig, entries: Entries) 
             how = f", two values of {list(shape)} in a byte," if each > 1 else ""
             raise CheckpointError(
                 f"{info} has shape {list(info.shape)}, expected {list(expected)}{how} from config.json's "
-                f"{', '.join(fields)}"
+                f"{', '.join(fields)}; one of the two is of another checkpoint"
             )
     for name, info in checkpoint.tensors.items():
         for field, pattern in _LIMITS.items():
