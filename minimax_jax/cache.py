@@ -94,8 +94,8 @@ def abstract_cache(
         )
     if isinstance(config, MiniMaxM3Config) and page_size % config.index_block_size:
         raise ConfigError(
-            f"page size {page_size} is not a multiple of the model's index_block_size {config.index_block_size}; "
-            f"take a multiple of {config.index_block_size}"
+            f"page size {page_size} is not a multiple of the model's index_block_size {config.index_block_size}; pages "
+            f"hold whole blocks, so take a multiple of {config.index_block_size}, or a config.json whose blocks fit"
         )
     pages = -(-max_model_len // page_size)
     K = config.num_kv_heads_on(parallelism)

@@ -87,7 +87,7 @@ class MiniMaxM3Config(ModelConfig):
         if self.index_n_heads != self.num_key_value_heads:
             raise ConfigError(
                 f"index_n_heads {self.index_n_heads} is not num_key_value_heads {self.num_key_value_heads}: only one "
-                "index head for each key/value head is supported"
+                f"index head for each key/value head is supported, expected {self.num_key_value_heads}"
             )
         if self.rotary_dim > self.index_head_dim:
             raise ConfigError(
@@ -111,9 +111,9 @@ class MiniMaxM3Config(ModelConfig):
     def from_dict(cls, data: Mapping[str, Any], source: str = "config.json") -> MiniMaxM3Config:
         """A config from the published nested spelling, transformers 5's, or a mix; or the text part alone.
 
-        Two spellings of one thing must agree. Absent: `head_dim` is 128, `swiglu_alpha`, `swiglu_beta` and
-        `swiglu_limit` are 1.702, 1 and 7; the other sizes, the kinds of the layers, `rope_theta` and the rotary size
-        have no default. Token ids outside the vocabulary are dropped: transformers writes its class's ids whatever the
+        Two spellings of one thing must agree. Absent: `head_dim` is 128 and `swiglu_beta` is 1; the other
+        sizes, the kinds of the layers, `swiglu_alpha`, `swiglu_limit`, `rope_theta` and the rotary size have no
+        default. Token ids outside the vocabulary are dropped: transformers writes its class's ids whatever the
         vocabulary.
 
         Raises:

@@ -164,7 +164,9 @@ def _kinds(layers: int, kinds: Mapping[int, Any], *places: tuple[Section, str]) 
         meanings: Mapping[Any, Any] = kinds if key.endswith("_freq") else {kind: kind for kind in kinds.values()}
         items = value if isinstance(value, list) else [value] * layers
         if len(items) != layers:
-            raise section.error(f"{name} has {len(items)} entries, but num_hidden_layers is {layers}")
+            raise section.error(
+                f"{name} has {len(items)} entries, but num_hidden_layers is {layers}; give one for each layer"
+            )
         for layer, item in enumerate(items):
             if isinstance(item, bool) or not isinstance(item, int | str) or item not in meanings:
                 raise section.error(f"{name} holds {show(item)} for layer {layer}; expected {either(meanings)}")
@@ -214,24 +216,18 @@ def _stretched(text: Section, yarn: YarnScaling, stated: int) -> int:
     if stated > yarn.max_positions:
         raise text.error(
             f"{text.name('max_position_embeddings')} {stated} is more than YaRN's factor {yarn.factor} times "
-            f"original_max_position_embeddings {yarn.original_max_position_embeddings}, which is {yarn.max_positions}"
+            f"original_max_position_embeddings {yarn.original_max_position_embeddings}, which is {yarn.max_positions}; "
+            "lower it, or raise the factor"
         )
     return yarn.max_positions
 
 
 def _read_activation(text: Section) -> dict[str, float]:
-    """The constants of SwiGLU-OAI; those absent are the class's."""
-    found = {
-        "swiglu_alpha": text.number("swiglu_alpha"),
-        "swiglu_beta": text.number("swiglu_beta", allow_zero=True),
-        "swiglu_limit": text.number("swiglu_limit"),
-    }
-    if text.get("hidden_act") == "silu" and None in (found["swiglu_alpha"], found["swiglu_limit"]):
-        raise text.error(
-            f"{text.name('hidden_act')} 'silu' stands for SwiGLU-OAI only beside swiglu_alpha and swiglu_limit; "
-            "expected 'swigluoai'"
-        )
-    return {name: value for name, value in found.items() if value is not None}
+    """The constants of SwiGLU-OAI; a beta that is absent, as it is in the published file, is the class's."""
+    found = {name: text.number(name) for name in ("swiglu_alpha", "swiglu_limit")}
+    check_missing(text, found)
+    beta = text.number("swiglu_beta", allow_zero=True)
+    return {name: value for name, value in {**found, "swiglu_beta": beta}.items() if value is not None}
 
 
 def _read_quantization(places: list[Section]) -> QuantizationConfig | None:

@@ -104,7 +104,9 @@ def _check_plan(config: ModelConfig, parallelism: Parallelism, max_model_len: in
         )
     longest = config.max_position_embeddings
     if max_model_len is not None and max_model_len > longest:
-        raise ConfigError(f"max_model_len {max_model_len} is over the model's max_position_embeddings {longest}")
+        raise ConfigError(
+            f"max_model_len {max_model_len} is over the model's max_position_embeddings {longest}; lower it"
+        )
     return longest if max_model_len is None else max_model_len
 
 

@@ -152,7 +152,8 @@ def check_prompt(ids: Sequence[int], vocab_size: int, max_model_len: int, new_to
     if len(ids) > max_model_len - new_tokens:
         raise RequestError(
             f"the prompt has {len(ids)} tokens, the context max_model_len {max_model_len}; "
-            f"shorten it to {max_model_len - new_tokens} tokens or raise max_model_len"
+            f"shorten it to {max_model_len - new_tokens} tokens or raise max_model_len, up to the model's "
+            "max_position_embeddings"
         )
 
 

@@ -17,6 +17,8 @@ from minimax_jax.config import MiniMaxM3Config, Parallelism, load_config
 from minimax_jax.errors import CheckpointError, ConfigError
 from minimax_jax.modules import decoder, indexer, moe, norms
 from pallas_kernels.activation import SwiGLU
+from pallas_kernels.quant import QuantTensor
+from tests.checkpoints import read_expected
 from tests.test_checkpoints import IMPLEMENTATIONS, MESHES, PLACEMENTS, check
 
 NAMES = ("m3-bf16", "m3-mxfp8", "m3-mxfp4-quark", "m3-nvfp4-quark", "m3-nvfp4-quark-inmem")
@@ -53,6 +55,30 @@ def test_on_several_devices(shared: Path, name: str, mesh: tuple[int, int], plac
 @pytest.mark.parametrize(("name", "mesh", "placement", "implementation"), RUNS)
 def test_on_every_mesh(shared: Path, name: str, mesh: tuple[int, int], placement: str, implementation: str) -> None:
     check(path_of(shared, name), mesh, placement, implementation, generate=implementation == "xla")
+
+
+def test_activations_are_quantised_when_asked_for(shared: Path) -> None:
+    """The option reaches every packed weight of the model that will run; left out, it is off."""
+    options: dict[str, Any] = {"max_num_seqs": 1, "max_model_len": 128}
+    for asked, activations in (({"emulate_activation_quant": True}, {"mxfp4"}), ({}, {None})):
+        llm = LLM(path_of(shared, "m3-mxfp4-quark"), **options, **asked)
+        packed = [weight for weight in llm.runner.weights.values() if isinstance(weight, QuantTensor)]
+        assert len(packed) == 3 * (2 + 3)  # of each sparse layer w13 and w2, and the shared expert's three
+        assert {weight.format.activation for weight in packed} == activations
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", NAMES[1:])
+def test_quantised_activations(shared: Path, name: str) -> None:
+    """The whole model with the option on: not the logits without it, and not far from them."""
+    prompt = next(prompt for prompt in read_expected(path_of(shared, name)) if len(prompt.ids) == 100)
+    options: dict[str, Any] = {"dtype": "float32", "max_num_seqs": 1, "max_model_len": 128}
+    llm = LLM(path_of(shared, name), emulate_activation_quant=True, **options)
+    on, off = llm.logits(prompt.ids)[-len(prompt.logits) :], prompt.logits
+    similarity = np.sum(on * off, axis=1) / np.linalg.norm(on, axis=1) / np.linalg.norm(off, axis=1)
+    print(f"{name}: largest difference {np.abs(on - off).max():.2f}, least similar {similarity.min():.3f}")
+    assert np.abs(on - off).max() > 0.05
+    assert similarity.min() > 0.7
 
 
 def largest_error(shared: Path, name: str = "m3-bf16") -> float:

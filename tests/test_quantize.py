@@ -34,6 +34,7 @@ from minimax_jax.config import load_config
 from minimax_jax.errors import CheckpointError, ConfigError
 from minimax_jax.quantize import quantize_checkpoint
 from minimax_jax.tiny import TinyShape, WeightFormat, make_tiny
+from tests.checkpoint.altered import alter, load
 from tests.checkpoints import FIXTURES
 from tests.packed import decode, decode_all, e4m3_values, read_checkpoint, read_safetensors
 
@@ -316,6 +317,23 @@ def test_an_fp8_source_is_decoded_first(tmp_path: Path, weight_format: PackedFor
     config = load_config(tmp_path / "out")
     assert config.quantization is not None
     assert config.quantization.quant_method == ("mxfp8" if weight_format == "mxfp8" else "quark")
+
+
+def test_m3s_norms_are_never_shifted(shared: Path, tmp_path: Path) -> None:
+    """A Gemma norm's weight is an offset from one: written twice and loaded, zeros stay zeros, and all else itself."""
+    m3 = shared / "data" / "checkpoints" / "m3-bf16"
+    zeros = alter(m3, tmp_path / "zeros", add=lambda t: {n: 0 * v for n, v in t.items() if n.endswith("norm.weight")})
+    for name, source in (("zeros", zeros), ("all", m3)):
+        once = quantize_checkpoint(source, tmp_path / f"{name}-fp8", "fp8").directory
+        twice = quantize_checkpoint(once, tmp_path / f"{name}-mxfp4", "mxfp4").directory
+        _, before = load(source)
+        norms = [path for path in before if "norm" in path]
+        assert len(norms) == 4 * 4 + 1 + 3 * 2  # of each layer, of the whole, of each indexer
+        for directory in (once, twice):
+            _, after = load(directory)
+            for path in norms:
+                np.testing.assert_array_equal(np.asarray(after[path]), np.asarray(before[path]))
+                assert np.asarray(after[path]).any() == (name == "all")
 
 
 def test_excluded_modules_stay_and_are_named(source: Path, tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 
 from minimax_jax.checkpoint.formats import PARTS, PLAIN, cols_per_element, find_weight
 from minimax_jax.checkpoint.name_map import IGNORED, IGNORED_SCALES
-from minimax_jax.checkpoint.name_map_m3 import is_vision
+from minimax_jax.checkpoint.name_map_m3 import INDEXER, VISION, is_vision, is_vision_module
 from minimax_jax.checkpoint.rules import EXPERT, LAYER, Rule
 from minimax_jax.checkpoint.safetensors_index import Checkpoint, name_some
 from minimax_jax.config import MiniMaxM3Config, ModelConfig
@@ -26,10 +26,27 @@ def find_ignored(checkpoint: Checkpoint) -> tuple[str, ...]:
 
 
 def find_vision(checkpoint: Checkpoint, config: ModelConfig) -> tuple[str, ...]:
-    """Tensors of the vision tower and its projector, which text does not need."""
+    """Tensors of the vision tower and its projector, which text does not need.
+
+    Raises:
+      CheckpointError: one that has the name of none of their modules.
+    """
     if not isinstance(config, MiniMaxM3Config):
         return ()
-    return tuple(sorted(name for name in checkpoint.tensors if is_vision(name)))
+    names = sorted(name for name in checkpoint.tensors if is_vision(name))
+    unknown = [name for name in names if not _is_part_of_vision(name)]
+    if unknown:
+        raise CheckpointError(
+            f"checkpoint '{checkpoint.directory}' has {len(unknown)} tensors that this model's vision tower and "
+            f"projector do not: {name_some(unknown)}, the first in {checkpoint.tensors[unknown[0]].file}; expected the "
+            f"published names under {', '.join(VISION)}; remove them, or take the files of one checkpoint"
+        )
+    return tuple(names)
+
+
+def _is_part_of_vision(name: str) -> bool:
+    module, _, last = name.rpartition(".")
+    return last in ("bias", *PARTS) and is_vision_module(module)
 
 
 def check_config(checkpoint: Checkpoint, config: ModelConfig, entries: Entries) -> None:
@@ -57,7 +74,7 @@ def check_config(checkpoint: Checkpoint, config: ModelConfig, entries: Entries) 
             how = f", two values of {list(shape)} in a byte," if each > 1 else ""
             raise CheckpointError(
                 f"{info} has shape {list(info.shape)}, expected {list(expected)}{how} from config.json's "
-                f"{', '.join(fields)}"
+                f"{', '.join(fields)}; one of the two is of another checkpoint"
             )
     for name, info in checkpoint.tensors.items():
         for field, pattern in _LIMITS.items():
@@ -67,7 +84,7 @@ def check_config(checkpoint: Checkpoint, config: ModelConfig, entries: Entries) 
                 raise CheckpointError(f"{info} lies beyond config.json's {field} {limit}, expected 0 to {limit - 1}")
 
 
-def check_missing(checkpoint: Checkpoint, entries: Entries, ignored: Sequence[str]) -> None:
+def check_missing(checkpoint: Checkpoint, config: ModelConfig, entries: Entries, ignored: Sequence[str]) -> None:
     """Every parameter has its tensors."""
     wanted = [name for _, names in entries.values() for name in names]
     missing = [name for name in wanted if name not in checkpoint.tensors and find_weight(checkpoint, name) is None]
@@ -83,11 +100,16 @@ def check_missing(checkpoint: Checkpoint, entries: Entries, ignored: Sequence[st
             message += f"; config.json's {field} is {asked}, the tensors have {there}"
     if unused:
         message += f"; it has {len(unused)} that no parameter uses: {name_some(unused)}"
-    raise CheckpointError(message)
+    message += _indexers_differ(checkpoint, config)
+    raise CheckpointError(f"{message}; take all files of one checkpoint, config.json among them")
 
 
 def check_unused(
-    checkpoint: Checkpoint, entries: Entries, sources: Mapping[str, Sequence[str]], ignored: Sequence[str]
+    checkpoint: Checkpoint,
+    config: ModelConfig,
+    entries: Entries,
+    sources: Mapping[str, Sequence[str]],
+    ignored: Sequence[str],
 ) -> None:
     """Every tensor is used once, or is on the ignore list; `kv_scale` and a fused matrix stand for two parameters."""
     used: dict[str, list[str]] = {}
@@ -105,7 +127,20 @@ def check_unused(
             f"checkpoint '{checkpoint.directory}' has {len(unused)} tensors that no parameter uses: "
             f"{name_some(info.name for info in unused)}, the first in {unused[0].file}; "
             f"only '{IGNORED}' modules, scales of queries and, of a model that sees, its vision are left out"
+            f"{_indexers_differ(checkpoint, config)}"
         )
+
+
+def _indexers_differ(checkpoint: Checkpoint, config: ModelConfig) -> str:
+    """For a message: the first layer that has an indexer by the config and none by the tensors, or the reverse."""
+    if not isinstance(config, MiniMaxM3Config):
+        return ""
+    there = {int(found[1]) for name in checkpoint.tensors if (found := INDEXER.match(name))}
+    for layer, kind in enumerate(config.layer_types):
+        if (kind == "minimax_m3_sparse") != (layer in there):
+            has = "an indexer's" if layer in there else "no indexer's"
+            return f"; config.json says {kind} for layer {layer}, which has {has} tensors"
+    return ""
 
 
 def _check_factor(checkpoint: Checkpoint, path: str, names: Sequence[str]) -> None:

@@ -18,12 +18,21 @@ gate. A text-only checkpoint has the prefix `model.`.
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Collection, Iterator
 
-from minimax_jax.checkpoint.rules import KV, PREFIXES, D, E, Fields, Q, Rule, V, experts, linear, vector
+from minimax_jax.checkpoint.rules import KV, LAYER, PREFIXES, D, E, Fields, Q, Rule, V, experts, linear, vector
 from minimax_jax.config import MiniMaxM3Config
 
 VISION = ("vision_tower.", "multi_modal_projector.", "patch_merge_mlp.")  # after an optional `model.`
+INDEXER = re.compile(rf"{LAYER.pattern}self_attn\.index(?:er\.|_)")  # a tensor of the layer that it names
+
+# The modules of both spellings; transformers merges patches inside the projector.
+_VISION_MODULE = re.compile(
+    r"vision_tower\.(vision_model\.)?(embeddings\.(patch_embedding|proj)|pre_layrnorm|(encoder\.)?layers\.\d+\."
+    r"(layer_norm[12]|mlp\.fc[12]|self_attn\.(q|k|v|out)_proj))|(multi_modal_projector|patch_merge_mlp)\.linear_[12]"
+    r"|multi_modal_projector\.merge_linear_[12]"
+)
 
 _SHARED: Fields = ("shared_intermediate_size",)
 _DENSE: Fields = ("dense_intermediate_size",)
@@ -48,6 +57,11 @@ class _Spelling:
 def is_vision(name: str) -> bool:
     """Whether a tensor belongs to the vision tower or its projector."""
     return name.removeprefix("model.").startswith(VISION)
+
+
+def is_vision_module(module: str) -> bool:
+    """Whether the tower or its projector has a module of that name."""
+    return _VISION_MODULE.fullmatch(module.removeprefix("model.")) is not None
 
 
 def rules(config: MiniMaxM3Config, tensors: Collection[str]) -> Iterator[tuple[str, Rule]]:

@@ -123,7 +123,7 @@ def plan_parameters(
         raise ValueError(f"the name map and the model differ in {name_some(sorted(entries.keys() ^ specs.keys()))}")
     ignored, vision = find_ignored(checkpoint), find_vision(checkpoint, config)
     check_config(checkpoint, config, entries)
-    check_missing(checkpoint, entries, ignored + vision)
+    check_missing(checkpoint, config, entries, ignored + vision)
     builder = Builder(config, parallelism, np.dtype(jnp.dtype(dtype)))
     weights: dict[str, Lazy] = {}
     stored: dict[str, list[Stored]] = {}
@@ -141,7 +141,7 @@ def plan_parameters(
         if weights[path].shape != specs[path].shape:
             raise ValueError(f"the name map gives {path} {weights[path].shape}, the model {specs[path].shape}")
     sources = {path: tuple(info.name for part in parts for info in part.infos) for path, parts in stored.items()}
-    check_unused(checkpoint, entries, sources, ignored + vision)
+    check_unused(checkpoint, config, entries, sources, ignored + vision)
     quantised = [weight for weight in weights.values() if isinstance(weight, LazyQuant)]
     if emulate_activation_quant and not any(weight.format.activation for weight in quantised):
         raise ConfigError(

@@ -73,6 +73,7 @@ def test_max_position_embeddings_comes_from_the_file(parse_m3: Parse) -> None:
     [
         *((size, f"text_config.{size}") for size in TEXT_SIZES if size not in {*UNREAD, "head_dim", "rotary_dim"}),
         *((key, f"text_config.{key}") for key in ("rms_norm_eps", "rope_theta", "routed_scaling_factor")),
+        *((key, f"text_config.{key}") for key in ("swiglu_alpha", "swiglu_limit")),
         ("sparse.sparse_index_dim", "text_config.index_head_dim"),
         ("sparse.sparse_num_index_heads", "text_config.index_n_heads"),
         ("sparse.sparse_topk_blocks", "text_config.index_topk_blocks"),
@@ -116,7 +117,7 @@ def test_text_config_must_be_an_object(refuse_m3: Refuse) -> None:
         *(
             f"text_config.{key}"
             for key, value in PUBLISHED["text_config"].items()
-            if type(value) is not int and not isinstance(value, list | dict) and key[:4] not in ("rms_", "rout")
+            if type(value) is not int and not isinstance(value, list | dict) and key[:4] not in ("rms_", "rout", "swig")
         ),
         *(f"text_config.{key}" for key in UNREAD),
         "text_config.head_dim",
@@ -171,7 +172,7 @@ def test_vision_sizes_come_from_the_file(
         ({"swiglu_beta": 1.0}, (1.702, 1.0, 7.0)),
         ({"swiglu_beta": 0}, (1.702, 0.0, 7.0)),
         ({"swiglu_beta": 0.5, "swiglu_alpha": 1, "swiglu_limit": 10}, (1.0, 0.5, 10.0)),
-        ({"swiglu_alpha": ..., "swiglu_limit": ..., "hidden_act": ...}, (1.702, 1.0, 7.0)),
+        ({"hidden_act": ...}, (1.702, 1.0, 7.0)),
         ({"hidden_act": "silu"}, (1.702, 1.0, 7.0)),  # as transformers writes it
     ],
 )
@@ -184,8 +185,10 @@ def test_activation(parse_m3: Parse, changes: dict[str, Any], expected: tuple[fl
     ("changes", "fragments"),
     [
         ({"hidden_act": "gelu"}, ["text_config.hidden_act 'gelu'", "'swigluoai'"]),
-        ({"hidden_act": "silu", "swiglu_limit": ...}, ["text_config.hidden_act 'silu'", "swiglu_limit"]),
-        ({"hidden_act": "silu", "swiglu_alpha": ...}, ["text_config.hidden_act 'silu'", "swiglu_alpha"]),
+        ({"hidden_act": "silu", "swiglu_limit": ...}, ["text_config.swiglu_limit missing"]),
+        ({"hidden_act": "silu", "swiglu_alpha": ...}, ["text_config.swiglu_alpha missing"]),
+        ({"swiglu_limit": 0}, ["text_config.swiglu_limit 0", "above 0"]),
+        ({"swiglu_limit": -7.0}, ["text_config.swiglu_limit -7.0", "above 0"]),
         ({"swiglu_alpha": 0}, ["text_config.swiglu_alpha 0", "above 0"]),
         ({"swiglu_limit": math.inf}, ["text_config.swiglu_limit inf"]),
         ({"swiglu_beta": True}, ["text_config.swiglu_beta True"]),

@@ -12,7 +12,9 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
+from jax import lax
 
+from pallas_kernels.linear import linear
 from pallas_kernels.quant import Format, QuantTensor, dequantize, dequantize_blocks, global_multiplier, unpack
 
 E4M3, E8M0, E2M1 = ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e8m0fnu, ml_dtypes.float4_e2m1fn
@@ -61,6 +63,29 @@ def test_every_e4m3_code() -> None:
     assert list(np.flatnonzero(np.isnan(want))) == [0x7F, 0xFF]
     check(decode(fp8((16, 16)), payload.reshape(16, 16), np.ones((1, 1), np.float32)).ravel(), want)
     check(decode(MXFP8, payload.reshape(8, 32), np.full((8, 1), 127, np.uint8)).ravel(), want)
+
+
+def test_e4m3_to_bfloat16_and_back() -> None:
+    """Each finite code under jit, by the conversions of whatever compiles it."""
+    codes = CODES[CODES & 0x7F != 0x7F].view(E4M3)
+
+    def there_and_back(payload: jax.Array) -> jax.Array:
+        weight = QuantTensor(payload, jnp.ones((1, 1)), fp8((1, len(codes))))
+        return lax.optimization_barrier(dequantize(weight, jnp.bfloat16)).astype(E4M3)
+
+    back = np.asarray(jax.jit(there_and_back)(jnp.asarray(codes[None])))
+    np.testing.assert_array_equal(back.view(np.uint8)[0], codes.view(np.uint8))
+
+
+@pytest.mark.parametrize("implementation", ["xla", "pallas"])
+def test_a_long_product_of_fp8(implementation: str, seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    payload = (rng.normal(size=(16, 4096)) + 0.5).astype(E4M3)
+    weight = QuantTensor(jnp.asarray(payload), jnp.ones((1, 32)), fp8((16, 128)))
+    x = jnp.asarray(rng.normal(size=(3, 4096)) + 0.5, jnp.bfloat16)
+    got = np.asarray(jax.jit(lambda x: linear(x, weight, implementation=implementation))(x))
+    want = np.asarray(x).astype(np.float64) @ payload.astype(np.float64).T
+    assert np.abs(got - want).max() <= 0.01 * np.abs(want).max()
 
 
 def test_every_e4m3_block_scale() -> None:
