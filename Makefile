@@ -48,8 +48,9 @@ test-full: $(VENV)/.installed-oracle rocm-env
 	MINIMAX_ROCM=$(abspath $(ROCM)) $(PYTEST) -m "not gpu" $(ARGS)
 
 # The files that together walk the whole path: for a second Python, or after a change of versions.
-SMOKE := $(addprefix tests/,checkpoint generation kernels modules text test_cli.py test_checkpoints.py \
-	test_collectives.py test_generate.py test_hlo.py test_llm.py)
+SMOKE := $(addprefix tests/,checkpoint/test_load.py generation kernels/test_implementations.py kernels/test_quant.py \
+	kernels/test_pallas_moe.py modules/test_m3_modules.py text test_cli.py test_checkpoints.py test_generate.py test_llm.py \
+	test_m3.py)
 smoke: $(VENV)/.installed-test
 	$(PYTEST) -m "not gpu and not slow and not oracle and not rocm" $(SMOKE) $(ARGS)
 
